@@ -1,0 +1,327 @@
+"""Load, split, batches: every image of a run is one uint8 tensor on the device, and a set of images is an index into it.
+
+    images, labels, parts, classes = load("digits", "data")     # (M, 3, H, W) uint8, (M,) int64, who is in which part
+    split = make_split(labels, parts, n_labels=100, validation=0.1, seed=0)     # labeled, unlabeled, validation, test
+    x_l = images[batch_indices(split["labeled"], 64, step=7, seed=1)]           # (64, 3, H, W)
+    x, z = rotate4(augment(x_l, flip=False, gen=gen))           # (256, 3, H, W), (256,)
+
+Nothing in the training path loops over images or leaves the device. A label of -1 means: not known.
+"""
+import functools
+import sys
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torchvision import datasets
+from torchvision.transforms.v2 import functional as TF
+from tqdm import tqdm
+
+import presets
+
+# ---------------------------------------------------------------- load
+
+
+def load(dataset, data_dir, image_size=None):
+    """A named dataset, an .npz file or a folder to
+
+    images (M, 3, H, W) uint8 with the memory laid out channels last,
+    labels (M,) int64, -1 where unknown,
+    parts: dict of index arrays into the M images: train, test, and where there are such, validation and unlabeled,
+    classes: the names, in the order of the labels.
+    """
+    if dataset in presets.NAMED:
+        pieces, classes = load_named(dataset, data_dir)
+    elif not Path(dataset).exists():
+        sys.exit(f"--dataset {dataset}: there is no such file or folder, and the known names are "
+                 + ", ".join(presets.NAMED))
+    elif Path(dataset).is_dir():
+        pieces, classes = load_folder(Path(dataset), image_size)
+    elif dataset.endswith(".npz"):
+        pieces, classes = load_npz(dataset)
+    else:
+        sys.exit(f"--dataset {dataset}: must be a folder, an .npz file or one of " + ", ".join(presets.NAMED))
+
+    if len(classes) < 2:
+        sys.exit(f"--dataset {dataset}: has one class only ({classes[0]}); there must be two or more")
+    missing = set(range(len(classes))) - set(np.unique(pieces["train"][1]).tolist())
+    if missing:
+        sys.exit(f"--dataset {dataset}: no training image of class {classes[min(missing)]}")
+    if "test" not in pieces and "validation" in pieces:         # an ImageNet-like layout: train/ and val/
+        pieces["test"] = pieces.pop("validation")
+    images, labels, parts, start = [], [], {}, 0
+    for part, (x, y) in pieces.items():
+        if len(x) == 0:
+            sys.exit(f"--dataset {dataset}: its part '{part}' has no images")
+        images.append(to_uint8_rgb(x, image_size, dataset))
+        labels.append(torch.as_tensor(y, dtype=torch.int64))
+        parts[part] = np.arange(start, start + len(x))
+        start += len(x)
+    if len({x.shape[1:] for x in images}) > 1:
+        sys.exit(f"--dataset {dataset}: its parts have images of different sizes; give --image_size")
+    return torch.cat(images).permute(0, 3, 1, 2), torch.cat(labels), parts, classes
+
+
+def to_uint8_rgb(x, image_size, dataset):
+    """Images (n, H, W), (n, H, W, 1) or (n, H, W, 3), to (n, S, S, 3); grey becomes three equal channels."""
+    x = torch.as_tensor(x)
+    x = x.unsqueeze(-1) if x.ndim == 3 else x                   # (n, H, W, 1 or 3)
+    if image_size and x.shape[1:3] != (image_size, image_size):
+        x = TF.center_crop(TF.resize(x.permute(0, 3, 1, 2), image_size, antialias=True), image_size).permute(0, 2, 3, 1)
+    if x.shape[1] != x.shape[2]:
+        sys.exit(f"--dataset {dataset}: images of {x.shape[1]} x {x.shape[2]} pixels; a rotation by 90 degrees needs "
+                 "square ones: give --image_size")
+    if x.shape[1] < 8:
+        sys.exit(f"--dataset {dataset}: images of {x.shape[1]} pixels are too small; give --image_size 8 or more")
+    return x.expand(-1, -1, -1, 3).contiguous()
+
+
+def load_named(dataset, data_dir):
+    if dataset == "digits":
+        from sklearn.datasets import load_digits                # 1,797 digits of 8 x 8 pixels inside scikit-learn
+        digits = load_digits()
+        images = np.round(digits.images * (255 / 16)).astype(np.uint8)          # its pixels are 0 .. 16
+        test = 500                                              # ours: the last 500; the file is ordered by writer
+        return {"train": (images[:-test], digits.target[:-test]),
+                "test": (images[-test:], digits.target[-test:])}, [str(i) for i in range(10)]
+    root = Path(data_dir)
+    if dataset in ("cifar10", "cifar100"):
+        kind = datasets.CIFAR10 if dataset == "cifar10" else datasets.CIFAR100
+        train, test = (fetch(kind, data_dir, kind.url, root / kind.filename, train=t) for t in (True, False))
+        return {"train": (train.data, train.targets), "test": (test.data, test.targets)}, train.classes
+    if dataset == "fashion_mnist":
+        kind = datasets.FashionMNIST
+        train, test = (fetch(kind, data_dir, kind.mirrors[0], root / "FashionMNIST" / "raw" / "*.gz", train=t)
+                       for t in (True, False))
+        return {"train": (train.data, train.targets), "test": (test.data, test.targets)}, train.classes
+    pieces = {}
+    names = {"train": "train", "test": "test"} | ({"unlabeled": "extra"} if dataset == "svhn_extra" else {})
+    for part, name in names.items():                            # the extra images are unlabelled; their labels only score
+        url, file, _ = datasets.SVHN.split_list[name]
+        svhn = fetch(datasets.SVHN, data_dir, url, root / file, split=name)
+        pieces[part] = svhn.data.transpose(0, 2, 3, 1), svhn.labels
+    return pieces, [str(i) for i in range(10)]
+
+
+def fetch(kind, data_dir, url, file, **which):
+    """A torchvision dataset: downloaded and checksummed by torchvision where it is not there yet."""
+    try:
+        return kind(data_dir, download=True, **which)
+    except (OSError, RuntimeError) as error:                    # no network, no space, or a checksum that is wrong
+        sys.exit(f"--data_dir {data_dir}: {kind.__name__} is not there and could not be downloaded "
+                 f"({' '.join(str(error).split())[:120]}); fetch {url} by hand and put it at {file}")
+
+
+def load_npz(path):
+    """Keys as in MedMNIST: {train,test}_{images,labels}; optional val_images with val_labels, unlabeled_images."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {k: file[k] for k in file.files}
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        sys.exit(f"--dataset {path}: cannot be read as an .npz file of plain arrays ({error})")
+    if any(k not in arrays for k in ("train_images", "train_labels")):
+        sys.exit(f"--dataset {path}: needs the keys train_images and train_labels (and test_images, test_labels); has "
+                 + (", ".join(arrays) or "none"))
+    pieces = {}
+    for part, prefix in {"train": "train", "test": "test", "validation": "val", "unlabeled": "unlabeled"}.items():
+        x, y = arrays.get(f"{prefix}_images"), arrays.get(f"{prefix}_labels")
+        if x is None:
+            continue
+        if x.dtype != np.uint8 or not (x.ndim == 3 or x.ndim == 4 and x.shape[-1] in (1, 3)):
+            sys.exit(f"--dataset {path}: {prefix}_images must be uint8 of shape (n, height, width), with a last axis of "
+                     f"1 or 3 for colour; is {x.dtype} {x.shape}")
+        if y is None and part != "unlabeled":
+            sys.exit(f"--dataset {path}: has {prefix}_images but no {prefix}_labels")
+        if y is not None and y.shape not in ((len(x),), (len(x), 1)):
+            sys.exit(f"--dataset {path}: {prefix}_labels must have one label for each of the {len(x)} images; its shape "
+                     f"is {y.shape}")
+        if y is not None and y.dtype.kind not in "iuU":
+            sys.exit(f"--dataset {path}: {prefix}_labels must be whole numbers or strings, not {y.dtype}")
+        pieces[part] = x, y
+    classes = np.unique(pieces["train"][1])
+    for part, (x, y) in pieces.items():
+        if y is None:
+            pieces[part] = x, np.full(len(x), -1)
+            continue
+        y = y.reshape(-1)
+        strange = np.setdiff1d(y, classes)
+        if len(strange) and part != "unlabeled":
+            sys.exit(f"--dataset {path}: {part} has label {strange[0]}, which train has not")
+        pieces[part] = x, np.where(np.isin(y, classes), np.searchsorted(classes, y), -1)
+    return pieces, [str(c) for c in classes]
+
+
+def load_folder(root, image_size):
+    """train/<class>/*, test/<class>/* and/or val/<class>/*, optional unlabeled/*; every image is read now, once."""
+    pieces, classes = {}, None
+    for part, name in {"train": "train", "test": "test", "validation": "val"}.items():
+        if not (root / name).is_dir():
+            if part == "train":
+                sys.exit(f"--dataset {root}: has no folder train/ (with a folder of images for each class in it)")
+            continue
+        try:
+            found = datasets.ImageFolder(root / name)
+        except FileNotFoundError as error:                      # no class folders, or one with no image in it
+            sys.exit(f"--dataset {root}: {' '.join(str(error).split())}")
+        classes = classes or found.classes
+        if found.classes != classes:
+            differ = sorted(set(found.classes) ^ set(classes))
+            sys.exit(f"--dataset {root}: the class folders of train/ and {name}/ differ: {', '.join(differ)}")
+        pieces[part] = read_images([p for p, _ in found.samples], image_size, name), found.targets
+    if (root / "unlabeled").is_dir():
+        files = sorted(str(p) for p in (root / "unlabeled").rglob("*")
+                       if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
+        pieces["unlabeled"] = read_images(files, image_size, "unlabeled"), np.full(len(files), -1)
+    return pieces, classes
+
+
+def read_images(files, image_size, name):
+    """Image files to (n, S, S, 3) uint8, decoded in threads (PIL lets go of Python's lock while it decodes)."""
+    images = np.empty((len(files), image_size, image_size, 3), np.uint8)
+    with ThreadPoolExecutor() as pool:
+        read = functools.partial(read_image, image_size=image_size)
+        for i, image in enumerate(tqdm(pool.map(read, files), f"reading {name}", len(files), disable=None, leave=False)):
+            images[i] = image
+    return images
+
+
+def read_image(file, image_size):
+    """Any size, any mode: upright by its EXIF note, short side scaled to image_size, centre cropped, RGB."""
+    try:
+        with Image.open(file) as image:
+            image = ImageOps.exif_transpose(image)              # a rotation method must see photographs upright
+            if image.mode.startswith("I"):                      # 16 bits: PIL's own conversion would clip at 255
+                grey = np.asarray(image).astype(np.int64)
+                grey = grey >> 8 if image.mode.startswith("I;16") or grey.max() > 255 else grey
+                image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+            image = TF.resize(image.convert("RGB"), image_size, antialias=True)
+            return np.asarray(TF.center_crop(image, image_size))
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:   # what PIL raises for bad files
+        sys.exit(f"--dataset: cannot read the image {file} ({error}); mend or remove it")
+
+
+# ---------------------------------------------------------------- split
+
+
+def apportion(counts, n, at_least=0):
+    """n places shared out in proportion to counts, by the largest remainder; nobody gets less than at_least."""
+    quota = n * counts / counts.sum()
+    shares = np.maximum(np.floor(quota).astype(np.int64), at_least)
+    while shares.sum() < n:
+        shares[np.argmax(quota - shares)] += 1
+    while shares.sum() > n:
+        shares[np.argmax(np.where(shares > at_least, shares - quota, -np.inf))] -= 1
+    return shares
+
+
+def draw(labels, pool, n, rng, at_least=0):
+    """n images out of pool, matching its distribution of classes; the rest of the pool as well."""
+    names, counts = np.unique(labels[pool], return_counts=True)
+    shares = apportion(counts, n, at_least)
+    drawn = np.concatenate([rng.permutation(pool[labels[pool] == c])[:k] for c, k in zip(names, shares)])
+    return np.sort(drawn), np.setdiff1d(pool, drawn)
+
+
+def make_split(labels, parts, n_labels, validation, seed):
+    """labeled, unlabeled, validation and test as disjoint index arrays, from the split's own seed and nothing else.
+
+    MixMatch's protocol: labelled images follow the distribution of classes, and neither they nor the validation images
+    are among the unlabelled ones. n_labels None: all of train is labelled, and there is no validation but a given one.
+    """
+    labels, train = labels.numpy(), parts["train"]
+    num_classes = len(np.unique(labels[train]))
+    if "test" in parts:
+        test = parts["test"]
+    else:                                                       # the same images whatever the seed  # ours: 10 %
+        test, train = draw(labels, train, round(0.1 * len(train)), np.random.default_rng(0))
+        print(f"no test part: {len(test)} of {len(test) + len(train)} training images (10 %) are held out as the test set")
+    given = parts.get("unlabeled", np.arange(0))
+
+    if n_labels is None:
+        if not len(given):
+            sys.exit("--labels: all training images are labelled and there are no unlabelled ones; give --labels N "
+                     "to use N labels, or add an unlabelled part (unlabeled/ or unlabeled_images)")
+        return dict(labeled=train, unlabeled=given, validation=parts.get("validation", np.arange(0)), test=test)
+
+    if n_labels < num_classes:
+        sys.exit(f"--labels {n_labels}: with {num_classes} classes some class would have none; give {num_classes} or more")
+    rng = np.random.default_rng([seed, 0])                      # 0: the split's stream; training draws from others
+    if "validation" in parts:
+        held, rest = parts["validation"], train
+    else:
+        n = round(validation * len(train)) if isinstance(validation, float) else validation
+        held, rest = draw(labels, train, min(n, len(train)), rng)
+    spare = 0 if len(given) else 1                              # at least one unlabelled image
+    if n_labels > len(rest) - spare:
+        sys.exit(f"--labels {n_labels}: too many; of {len(train)} training images {len(train) - len(rest)} are for "
+                 f"validation, so give {len(rest) - spare} or fewer")
+    labeled, rest = draw(labels, rest, n_labels, rng, at_least=1)
+    if len(np.unique(labels[labeled])) < num_classes:
+        sys.exit(f"--labels {n_labels}: a class has too few images to be labelled")
+    return dict(labeled=labeled, unlabeled=np.concatenate([rest, given]), validation=held, test=test)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def seed_of(seed, stream, step):
+    """One number from (seed, stream, step), so that a step's randomness depends on nothing that came before it."""
+    return int(np.random.SeedSequence([seed, stream, step]).generate_state(1)[0])
+
+
+@functools.lru_cache(maxsize=4)                                 # this pass and the next, of two streams
+def permutation(n, seed, stream, epoch):
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed_of(seed, stream, epoch)))
+
+
+def batch_indices(index, batch, step, seed, stream):
+    """Batch number `step` of an endless stream in which every pass over the data is a new permutation. (batch,)"""
+    n = len(index)
+    place = torch.arange(step * batch, (step + 1) * batch)      # places in the endless stream
+    epochs = range(step * batch // n, ((step + 1) * batch - 1) // n + 1)        # the passes over the data they lie in
+    order = torch.cat([permutation(n, seed, stream, e)[place[place // n == e] % n] for e in epochs])
+    return index[order.to(index.device, non_blocking=True)]
+
+
+def augment(x, flip, gen):
+    """Horizontal flip with chance 1/2 where `flip`, then reflect-pad by an eighth of the size and a random crop.
+
+    x (N, 3, S, S) uint8 to the same, each image with its own draw; every offset from 0 to 2 pad is reached. MixMatch.
+    """
+    N, _, S, _ = x.shape
+    pad, grid = S // 8, torch.arange(S, device=x.device)        # 4 at 32
+
+    def source(flipped):                                        # which row or column of x each one of the crop is
+        offset = torch.randint(-pad, pad + 1, (N, 1), generator=gen, device=x.device)
+        i = S - 1 - (S - 1 - (grid + offset).abs()).abs()       # reflected at both borders, (N, S)
+        return torch.where(flipped, S - 1 - i, i)
+
+    upright = torch.zeros(N, 1, dtype=torch.bool, device=x.device)
+    rows = source(upright)                                      # (N, S)
+    cols = source(torch.rand(N, 1, generator=gen, device=x.device) < 0.5 if flip else upright)
+    first_pixel = torch.arange(N, device=x.device)[:, None, None] * S * S
+    pixels = first_pixel + rows[:, :, None] * S + cols[:, None, :]              # (N, S, S)
+    flat = x.permute(0, 2, 3, 1).reshape(N * S * S, 3)
+    return flat.index_select(0, pixels.flatten()).view(N, S, S, 3).permute(0, 3, 1, 2)
+
+
+def rotate4(x):
+    """(N, 3, S, S) to its four rotations (4N, 3, S, S), all images at 0, then all at 90, 180, 270 degrees; and z (4N,)."""
+    x = x.permute(0, 2, 3, 1)                                   # channels last in memory, before and after
+    z = torch.arange(4, device=x.device).repeat_interleave(len(x))
+    return torch.cat([torch.rot90(x, k, (1, 2)) for k in range(4)]).permute(0, 3, 1, 2), z
+
+
+def scale(x):
+    """uint8 to float32 in [-1, 1], no whitening. MixMatch."""
+    return x.float().mul_(2 / 255).sub_(1)
+
+
+def mix(x, gen):
+    """Ext. 2: x_mix = alpha x_i + (1 - alpha) x_j, alpha ~ U[0.5, 1] an image, x_j by a permutation of all of them."""
+    alpha = 0.5 + 0.5 * torch.rand(len(x), 1, 1, 1, generator=gen, device=x.device)
+    partner = torch.randperm(len(x), generator=gen, device=x.device)
+    return alpha * x + (1 - alpha) * x[partner]

@@ -1,0 +1,184 @@
+"""Backbones (WideResNet, ResNet50v2) and their heads: class, auxiliary class, K rotation heads.
+
+    net = make_model("wrn-28-2", num_classes=10, rot_heads=10)
+    class_logits, aux_logits, rot_logits = net(x)               # (N, 10), (N, 10), (N, 10, 4)
+    logits = classify(net, x)                                   # test time: backbone and one classifier, (N, 10)
+
+Images come in scaled to [-1, 1], three channels, any square size.
+"""
+import re
+import sys
+from contextlib import contextmanager
+
+import torch.nn.functional as F
+from torch import nn
+
+
+class WideBlock(nn.Module):
+    """BN, LeakyReLU, conv3, BN, LeakyReLU, conv3, plus the shortcut."""
+
+    def __init__(self, c_in, c_out, stride, activate_shortcut, bn_momentum):
+        super().__init__()
+        self.stride, self.activate_shortcut = stride, activate_shortcut
+        self.bn1 = nn.BatchNorm2d(c_in, eps=1e-3, momentum=bn_momentum)         # MixMatch: TensorFlow's default eps
+        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, padding=1)
+        self.bn2 = nn.BatchNorm2d(c_out, eps=1e-3, momentum=bn_momentum)
+        self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1)
+        # Its stride is a slice in forward: on CPUs oneDNN's strided 1x1 convolution has wrong gradients below 8 or 16
+        # channels (oneDNN issue 6035: it writes past its buffer).
+        self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
+
+    def forward(self, x):
+        h = F.leaky_relu(self.bn1(x), 0.1)                      # conv1 always takes the activated input
+        x = h if self.activate_shortcut else x                  # the shortcut only in the network's very first block
+        h = F.leaky_relu(self.bn2(self.conv1(h)), 0.1)
+        return self.shortcut(x[:, :, ::self.stride, ::self.stride]) + self.conv2(h)
+
+
+class WideResNet(nn.Module):
+    """WideResNet-depth-width as in the MixMatch code base; (N, 3, H, W) to features (N, 64 width)."""
+
+    def __init__(self, depth, width, bn_momentum):
+        super().__init__()
+        f = max(1, round(16 * width))                           # 8.4375 -> 135 filters in stage one
+        self.num_features = 4 * f
+        self.conv = nn.Conv2d(3, 16, 3, padding=1)
+        blocks, c_in = [], 16
+        for c_out, stride in (f, 1), (2 * f, 2), (4 * f, 2):
+            for i in range((depth - 4) // 6):
+                first_of_all = not blocks
+                blocks.append(WideBlock(c_in, c_out, stride if i == 0 else 1, first_of_all, bn_momentum))
+                c_in = c_out
+        self.blocks = nn.Sequential(*blocks)
+        self.bn = nn.BatchNorm2d(c_in, eps=1e-3, momentum=bn_momentum)
+        for m in self.modules():
+            if isinstance(m, nn.Conv2d):                        # N(0, sqrt(2 / (k^2 out))), as in MixMatch
+                nn.init.kaiming_normal_(m.weight, mode="fan_out", nonlinearity="relu")
+                nn.init.zeros_(m.bias)
+
+    def forward(self, x):
+        h = self.blocks(self.conv(x))                           # (N, 4f, H/4, W/4)
+        return F.leaky_relu(self.bn(h), 0.1).mean((2, 3))       # (N, 4f)
+
+
+class Bottleneck(nn.Module):
+    """Pre-activation bottleneck, stride on the 3x3, projection from the activated tensor, as in the S4L code base."""
+
+    def __init__(self, c_in, c_out, stride, bn_momentum):
+        super().__init__()
+        c_mid = c_out // 4
+        self.bn1 = nn.BatchNorm2d(c_in, eps=1e-3, momentum=bn_momentum)
+        self.conv1 = nn.Conv2d(c_in, c_mid, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(c_mid, eps=1e-3, momentum=bn_momentum)
+        self.conv2 = nn.Conv2d(c_mid, c_mid, 3, stride, padding=1, bias=False)
+        self.bn3 = nn.BatchNorm2d(c_mid, eps=1e-3, momentum=bn_momentum)
+        self.conv3 = nn.Conv2d(c_mid, c_out, 1, bias=False)
+        self.project = nn.Conv2d(c_in, c_out, 1, stride, bias=False) if stride > 1 or c_in != c_out else None
+
+    def forward(self, x):
+        h = F.relu(self.bn1(x))
+        x = self.project(h) if self.project else x
+        h = F.relu(self.bn2(self.conv1(h)))
+        h = F.relu(self.bn3(self.conv2(h)))
+        return x + self.conv3(h)
+
+
+class ResNet50v2(nn.Module):
+    """ResNet50v2 as in the S4L code base; (N, 3, H, W) to features (N, 2048)."""
+
+    num_features = 2048
+
+    def __init__(self, bn_momentum):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 64, 7, 2, padding=3, bias=False)
+        blocks, c_in = [], 64
+        for c_out, depth, stride in (256, 3, 1), (512, 4, 2), (1024, 6, 2), (2048, 3, 2):
+            for i in range(depth):
+                blocks.append(Bottleneck(c_in, c_out, stride if i == 0 else 1, bn_momentum))
+                c_in = c_out
+        self.blocks = nn.Sequential(*blocks)
+        self.bn = nn.BatchNorm2d(c_in, eps=1e-3, momentum=bn_momentum)
+        for m in self.modules():
+            if isinstance(m, nn.Conv2d):
+                nn.init.xavier_uniform_(m.weight)               # S4L: TensorFlow's default for convolutions
+
+    def forward(self, x):
+        h = self.blocks(F.max_pool2d(self.conv(x), 3, 2, padding=1))            # (N, 2048, H/32, W/32)
+        return F.relu(self.bn(h)).mean((2, 3))                  # (N, 2048)
+
+
+class Net(nn.Module):
+    """A backbone and the heads that were asked for; the others are None, and so are their logits."""
+
+    def __init__(self, backbone, num_classes, rot_heads, rot_dim, aux, init_):
+        super().__init__()
+        features = backbone.num_features
+        self.backbone = backbone
+        self.classifier = nn.Linear(features, num_classes)
+        self.aux = nn.Linear(features, num_classes) if aux else None
+        # The paper's dimension reduction: one linear map in front of all rotation heads. No bias: the heads have theirs.
+        self.reduce = nn.Linear(features, rot_dim, bias=False) if rot_heads and rot_dim else None
+        self.rotation = nn.Linear(rot_dim or features, 4 * rot_heads) if rot_heads else None     # K heads in one matrix
+        for head in filter(None, (self.classifier, self.aux, self.reduce)):
+            init_(head.weight)
+        if rot_heads:
+            for R_k in self.rotation.weight.split(4):           # each head by its own fan-out, 4
+                init_(R_k)
+        for head in filter(None, (self.classifier, self.aux, self.rotation)):
+            nn.init.zeros_(head.bias)
+
+    def forward(self, x):
+        h = self.backbone(x)                                    # (N, F)
+        aux_logits = self.aux(h) if self.aux else None          # (N, C)
+        rot_logits = None
+        if self.rotation:
+            reduced = self.reduce(h) if self.reduce else h      # (N, rot_dim)
+            rot_logits = self.rotation(reduced).unflatten(1, (-1, 4))           # (N, K, 4)
+        return self.classifier(h), aux_logits, rot_logits
+
+
+def make_model(arch, num_classes, rot_heads, rot_dim=None, aux=True, bn_momentum=0.001):
+    """arch is `wrn-<depth>-<width>` or `resnet50v2`; bn_momentum is torch's (MixMatch 0.001, S4L 0.01)."""
+    check_arch(arch)
+    if arch == "resnet50v2":
+        return Net(ResNet50v2(bn_momentum), num_classes, rot_heads, rot_dim, aux, nn.init.xavier_uniform_)      # S4L
+    _, depth, width = arch.split("-")
+    backbone = WideResNet(int(depth), float(width), bn_momentum)
+    return Net(backbone, num_classes, rot_heads, rot_dim, aux, nn.init.xavier_normal_)          # MixMatch: Glorot-normal
+
+
+def check_arch(arch):
+    if arch == "resnet50v2":
+        return
+    match = re.fullmatch(r"wrn-(\d+)-(\d+\.?\d*|\.\d+)", arch)
+    if not match:
+        sys.exit(f"--arch {arch}: must be wrn-<depth>-<width>, for instance wrn-28-2, or resnet50v2")
+    depth, width = int(match[1]), float(match[2])
+    if depth < 10 or (depth - 4) % 6:
+        sys.exit(f"--arch {arch}: a WideResNet's depth is 6n + 4, that is 10, 16, 22, 28, ...; {depth} is not")
+    if not width:
+        sys.exit(f"--arch {arch}: the width must be more than 0")
+
+
+def classify(net, x):
+    """Test time: the logits of the auxiliary classifier where there is one, and no other head is run. (N, C)"""
+    return (net.aux or net.classifier)(net.backbone(x))
+
+
+def classifier_state(net):
+    """The weights of backbone and test classifier alone, named so that make_model(..., rot_heads=0, aux=False) loads them."""
+    state = {f"backbone.{k}": v for k, v in net.backbone.state_dict().items()}
+    return state | {f"classifier.{k}": v for k, v in (net.aux or net.classifier).state_dict().items()}
+
+
+@contextmanager
+def frozen_bn(model):
+    """Inside, BN normalises by the batch's statistics as ever, but leaves the running ones as they are."""
+    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    for m in layers:
+        m.track_running_stats = False                           # BN then takes no running buffers in training mode
+    try:
+        yield
+    finally:
+        for m in layers:
+            m.track_running_stats = True

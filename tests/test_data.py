@@ -1,0 +1,344 @@
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import data
+import presets
+
+# ---------------------------------------------------------------- augmentation, rotation, mixing
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def pictures(n=6, size=8, seed=0):
+    return torch.randint(0, 256, (n, 3, size, size), dtype=torch.uint8, generator=generator(seed))
+
+
+def test_rotate4_is_rot90_and_its_z():
+    x = pictures()
+    copies, z = data.rotate4(x)
+    assert copies.shape == (24, 3, 8, 8) and z.tolist() == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
+    for i in range(24):
+        assert torch.equal(copies[i], torch.rot90(x[i % 6], int(z[i]), (1, 2)))
+    assert copies[6, 0, 0, 0] == x[0, 0, 0, -1]                 # 90 degrees anticlockwise: top left was top right
+
+
+@pytest.mark.parametrize("size", [8, 28, 32])
+@pytest.mark.parametrize("flip", [True, False])
+def test_augment_is_flip_then_reflect_pad_then_crop_and_reaches_every_offset(size, flip):
+    pad = size // 8
+    x = pictures(1, size).expand(4000, -1, -1, -1)
+    out = data.augment(x, flip, generator())
+    crops = {}
+    for flipped in (False, True) if flip else (False,):
+        image = x[0].numpy()[:, :, ::-1] if flipped else x[0].numpy()
+        padded = np.pad(image, ((0, 0), (pad, pad), (pad, pad)), mode="reflect")
+        for i in range(2 * pad + 1):
+            for j in range(2 * pad + 1):
+                crops[padded[:, i:i + size, j:j + size].tobytes()] = flipped, i, j
+    seen = [crops[image.contiguous().numpy().tobytes()] for image in out]       # KeyError: not a crop at all
+    assert len(set(seen)) == len(crops) == (2 if flip else 1) * (2 * pad + 1) ** 2       # 81 offsets at 32
+    assert out.dtype == torch.uint8
+    counts = np.unique([s[1] for s in seen], return_counts=True)[1]
+    assert counts.min() > 0.6 * 4000 / (2 * pad + 1)            # about equally often
+    if flip:
+        assert 0.45 < np.mean([s[0] for s in seen]) < 0.55
+
+
+def test_augment_draws_for_each_image_by_itself_and_only_from_its_generator():
+    x = pictures(1, 32).expand(64, -1, -1, -1)
+    a = data.augment(x, True, generator(1))
+    assert len({image.contiguous().numpy().tobytes() for image in a}) > 30
+    assert torch.equal(a, data.augment(x, True, generator(1)))
+    assert not torch.equal(a, data.augment(x, True, generator(2)))
+
+
+def test_digits_and_house_numbers_are_never_flipped():
+    assert {name: preset["flip"] for name, preset in presets.NAMED.items()} == dict(
+        digits=False, cifar10=True, cifar100=True, svhn=False, svhn_extra=False, fashion_mnist=True)
+
+
+def test_scale_is_mixmatch():
+    x = torch.arange(256, dtype=torch.uint8)
+    torch.testing.assert_close(data.scale(x), torch.tensor([i * 2 / 255 - 1 for i in range(256)]), atol=1e-6, rtol=0)
+    assert x.dtype == torch.uint8 and x[255] == 255             # the images themselves are not touched
+
+
+def test_mix_has_its_own_alpha_for_each_image():
+    N = 500
+    values = torch.arange(N).float()
+    mixed = data.mix(values.view(N, 1, 1, 1).expand(N, 3, 2, 2), generator())
+    gen = generator()
+    alpha, partner = 0.5 + 0.5 * torch.rand(N, 1, 1, 1, generator=gen).flatten(), torch.randperm(N, generator=gen)
+    for i in range(N):
+        expected = alpha[i] * values[i] + (1 - alpha[i]) * values[partner[i]]
+        torch.testing.assert_close(mixed[i], expected.expand(3, 2, 2))
+    recovered = ((mixed[:, 0, 0, 0] - partner) / (values - partner))[values != partner]
+    assert 0.5 <= recovered.min() < 0.51 and 0.99 < recovered.max() <= 1 and len(recovered.unique()) > 450
+
+
+# ---------------------------------------------------------------- batches
+
+
+@pytest.mark.parametrize("n, batch", [(10, 4), (7, 16), (64, 64)])
+def test_every_pass_over_the_data_is_a_new_permutation(n, batch):
+    index = torch.arange(n) + 100
+    stream = torch.cat([data.batch_indices(index, batch, step, seed=3, stream=1) for step in range(3 * n)])
+    assert len(stream) == 3 * n * batch                         # never a short batch
+    passes = stream.view(-1, n)
+    assert all(torch.equal(p.sort().values, index) for p in passes)
+    assert len({tuple(p.tolist()) for p in passes}) > 1
+
+
+def test_a_batch_depends_on_seed_stream_and_step_alone():
+    index = torch.arange(50)
+    late = data.batch_indices(index, 8, 1000, seed=0, stream=1)
+    data.permutation.cache_clear()
+    assert torch.equal(late, data.batch_indices(index, 8, 1000, seed=0, stream=1))
+    others = [data.batch_indices(index, 8, *rest) for rest in ((1001, 0, 1), (1000, 1, 1), (1000, 0, 2))]
+    assert not any(torch.equal(late, other) for other in others)
+
+
+# ---------------------------------------------------------------- splits
+
+
+def test_split_is_disjoint_complete_seeded_and_balanced():
+    labels = torch.arange(10).repeat_interleave(500)
+    parts = dict(train=np.arange(4500), test=np.arange(4500, 5000))
+    labels = labels[torch.randperm(5000, generator=generator())]
+    labels[:4500] = torch.arange(10).repeat(450)                # balanced, as CIFAR is
+    split = data.make_split(labels, parts, n_labels=250, validation=500, seed=1)
+    assert {k: len(v) for k, v in split.items()} == dict(labeled=250, unlabeled=3750, validation=500, test=500)
+    assert np.array_equal(np.sort(np.concatenate(list(split.values()))), np.arange(5000))
+    assert np.bincount(labels[split["labeled"]]).tolist() == [25] * 10
+    again = data.make_split(labels, parts, 250, 500, seed=1)
+    assert all(np.array_equal(split[k], again[k]) for k in split)
+    assert not np.array_equal(split["labeled"], data.make_split(labels, parts, 250, 500, seed=2)["labeled"])
+    more = data.make_split(labels, parts, 500, 500, seed=1)     # more labels: the same ones and others
+    assert set(split["labeled"]) < set(more["labeled"]) and np.array_equal(split["validation"], more["validation"])
+
+
+def test_split_matches_the_distribution_of_svhn():
+    counts = [4948, 13861, 10585, 8497, 7458, 6882, 5727, 5595, 5045, 4659]     # SVHN's training set by digit
+    labels = torch.arange(10).repeat_interleave(torch.tensor(counts))
+    split = data.make_split(labels, dict(train=np.arange(73257), test=np.arange(0)), 250, 7325, seed=0)
+    assert np.bincount(labels[split["labeled"]]).tolist() == [17, 47, 36, 29, 25, 24, 20, 19, 17, 16]
+    assert len(split["validation"]) == 7325 and len(split["unlabeled"]) == 73257 - 7325 - 250
+
+
+def test_a_rare_class_still_gets_a_label():
+    labels = torch.tensor([0] * 990 + [1] * 10)
+    split = data.make_split(labels, dict(train=np.arange(1000), test=np.arange(0)), 4, 0.1, seed=0)
+    assert np.bincount(labels[split["labeled"]]).tolist() == [3, 1]
+
+
+def test_apportion_by_largest_remainder():
+    assert data.apportion(np.array([50, 30, 20]), 10).tolist() == [5, 3, 2]
+    assert data.apportion(np.array([2, 1, 1]), 3).tolist() == [1, 1, 1]
+    assert data.apportion(np.array([1000, 1, 1]), 5, at_least=1).tolist() == [3, 1, 1]
+
+
+def test_without_a_number_of_labels_all_of_train_is_labelled(capsys):
+    labels = torch.tensor([0, 1] * 10 + [-1] * 7)
+    parts = dict(train=np.arange(20), unlabeled=np.arange(20, 27))
+    split = data.make_split(labels, parts, None, 0.1, seed=0)   # and no test part: 10 % are held out, and said
+    assert {k: len(v) for k, v in split.items()} == dict(labeled=18, unlabeled=7, validation=0, test=2)
+    assert "2 of 20 training images (10 %) are held out" in capsys.readouterr().out
+    assert np.array_equal(split["test"], data.make_split(labels, parts, None, 0.1, seed=5)["test"])
+    with pytest.raises(SystemExit, match="--labels"):
+        data.make_split(labels[:20], dict(train=np.arange(20)), None, 0.1, seed=0)
+
+
+def test_unlabeled_images_of_their_own_join_the_rest_of_train():
+    labels = torch.tensor([0, 1] * 10 + [-1] * 7)
+    split = data.make_split(labels, dict(train=np.arange(20), test=np.arange(0), unlabeled=np.arange(20, 27)), 4, 0.1, 0)
+    assert len(split["unlabeled"]) == 20 - 2 - 4 + 7 and set(range(20, 27)) < set(split["unlabeled"])
+
+
+# ---------------------------------------------------------------- loading
+
+
+def test_digits():
+    images, labels, parts, classes = data.load("digits", "nowhere")
+    assert images.shape == (1797, 3, 8, 8) and images.dtype == torch.uint8 and images.max() == 255
+    assert images.is_contiguous(memory_format=torch.channels_last)
+    assert len(parts["train"]) == 1297 and len(parts["test"]) == 500 and classes == [str(i) for i in range(10)]
+    assert torch.equal(images[:, 0], images[:, 2]) and labels[:10].tolist() == list(range(10))
+
+
+def save_npz(path, **changes):
+    rng = np.random.default_rng(0)
+    arrays = dict(train_images=rng.integers(0, 256, (40, 8, 8, 3), np.uint8), train_labels=np.arange(40) % 4,
+                  test_images=rng.integers(0, 256, (12, 8, 8, 3), np.uint8), test_labels=np.arange(12) % 4)
+    arrays |= changes
+    np.savez(path, **{k: v for k, v in arrays.items() if v is not None})
+    return str(path)
+
+
+def test_npz(tmp_path):
+    extra = np.full((5, 8, 8, 3), 7, np.uint8)
+    path = save_npz(tmp_path / "my.npz", unlabeled_images=extra)
+    images, labels, parts, classes = data.load(path, "nowhere")
+    assert images.shape == (57, 3, 8, 8) and classes == ["0", "1", "2", "3"]
+    with np.load(path) as file:
+        assert np.array_equal(images[parts["test"]].permute(0, 2, 3, 1).numpy(), file["test_images"])
+    assert (images[parts["unlabeled"]] == 7).all() and labels[parts["unlabeled"]].tolist() == [-1] * 5
+
+
+def test_medmnist_files_work_as_they_are(tmp_path):
+    grey, column = np.arange(40 * 28 * 28, dtype=np.uint8).reshape(40, 28, 28), (np.arange(40) % 2).reshape(-1, 1) + 5
+    path = save_npz(tmp_path / "m.npz", train_images=grey, train_labels=column, val_images=grey[:6], val_labels=column[:6],
+                    test_images=grey[:10], test_labels=column[:10])
+    images, labels, parts, classes = data.load(path, "nowhere")
+    assert images.shape == (56, 3, 28, 28) and classes == ["5", "6"] and labels[:4].tolist() == [0, 1, 0, 1]
+    split = data.make_split(labels, parts, 10, 0.1, seed=0)     # the file's own validation part is used
+    assert np.array_equal(split["validation"], parts["validation"]) and len(split["unlabeled"]) == 30
+
+
+def test_image_size_and_names_of_classes(tmp_path):
+    wide = np.zeros((40, 16, 32, 3), np.uint8)
+    wide[:, :, 6:26] = 200                                      # the centre stays, the sides are cropped
+    path = save_npz(tmp_path / "w.npz", train_images=wide, train_labels=np.array(["ant", "bee"] * 20), test_images=None,
+                    test_labels=None)
+    images, _, parts, classes = data.load(path, "nowhere", image_size=8)
+    assert images.shape == (40, 3, 8, 8) and (images == 200).all() and classes == ["ant", "bee"] and "test" not in parts
+    with pytest.raises(SystemExit, match="--image_size"):
+        data.load(path, "nowhere")
+
+
+@pytest.mark.parametrize("changes, message", [
+    (dict(train_labels=None), "train_images and train_labels"),
+    (dict(test_labels=None), "no test_labels"),
+    (dict(train_labels=np.arange(39) % 4), "one label for each of the 40"),
+    (dict(train_labels=np.zeros((40, 14), int)), "one label for each of the 40"),
+    (dict(train_labels=np.zeros(40, int), test_labels=np.zeros(12, int)), "one class only"),
+    (dict(train_labels=np.linspace(0, 1, 40)), "whole numbers or strings"),
+    (dict(test_labels=np.full(12, 9)), "label 9"),
+    (dict(train_images=np.zeros((40, 8, 8, 3))), "must be uint8"),
+    (dict(train_images=np.zeros((40, 8, 8, 4), np.uint8)), "last axis"),
+    (dict(train_images=np.zeros((40, 8, 8, 8, 8), np.uint8)), "last axis"),
+    (dict(train_images=np.zeros((40, 16, 16, 3), np.uint8)), "different sizes"),
+    (dict(train_images=np.zeros((40, 4, 4, 3), np.uint8)), "too small"),
+    (dict(train_labels=np.array([{}] * 40, object)), "plain arrays"),
+])
+def test_bad_npz(tmp_path, changes, message):
+    with pytest.raises(SystemExit, match=message) as stop:
+        data.load(save_npz(tmp_path / "bad.npz", **changes), "nowhere")
+    assert "\n" not in str(stop.value) and "bad.npz" in str(stop.value)
+
+
+def test_an_npz_that_is_none(tmp_path):
+    for content in b"", b"hello", b"PK\x03\x04 cut off":
+        (tmp_path / "x.npz").write_bytes(content)
+        with pytest.raises(SystemExit, match="cannot be read"):
+            data.load(str(tmp_path / "x.npz"), "nowhere")
+
+
+def make_folder(root, parts=("train", "test"), classes=("a b", "ö"), n=6):
+    rng = np.random.default_rng(0)
+    for part in parts:
+        for c in classes:
+            (root / part / c).mkdir(parents=True)
+            for i in range(n):
+                Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(root / part / c / f"{i}.png")
+    return str(root)
+
+
+def test_folder_of_any_size_and_mode(tmp_path):
+    root = make_folder(tmp_path / "pictures", ("train", "val"))
+    modes = dict(L=90, RGBA=(90,) * 3 + (255,), P=0, CMYK=(165,) * 3 + (0,), LA=(90, 255))
+    modes["1"], modes["I;16"] = 1, 90 * 257
+    for mode, colour in modes.items():
+        end = {"CMYK": "jpg"}.get(mode, "png")
+        Image.new(mode, (9, 40), colour).save(tmp_path / "pictures" / "train" / "ö" / f"z_{mode.replace(';', '')}.{end}")
+    (tmp_path / "pictures" / "unlabeled" / "deep").mkdir(parents=True)
+    Image.new("L", (1, 1), 5).save(tmp_path / "pictures" / "unlabeled" / "deep" / "dot.PNG")
+    images, labels, parts, classes = data.load(root, "nowhere", image_size=16)
+    assert images.shape == (12 + 7 + 12 + 1, 3, 16, 16) and classes == ["a b", "ö"]
+    assert {k: len(v) for k, v in parts.items()} == dict(train=19, unlabeled=1, test=12)        # val/ is the test part
+    by_mode = dict(zip(sorted(modes, key=lambda m: f"z_{m.replace(';', '')}"), images[12:19]))
+    for mode in "L", "RGBA", "CMYK", "LA", "I;16":
+        assert (by_mode[mode].int() - 90).abs().max() <= 2, mode
+    assert (images[parts["unlabeled"]] == 5).all() and labels[parts["unlabeled"]].tolist() == [-1]
+
+
+def test_photographs_are_turned_upright(tmp_path):
+    root = make_folder(tmp_path, n=2)
+    picture = np.zeros((16, 16, 3), np.uint8)
+    picture[:8] = 255                                           # white above
+    exif = Image.Exif()
+    exif[0x0112] = 3                                            # the camera was upside down
+    Image.fromarray(picture[::-1, ::-1].copy()).save(tmp_path / "train" / "ö" / "z.png", exif=exif)
+    images, *_ = data.load(root, "nowhere", image_size=16)
+    assert images[4, 0].numpy().tolist() == picture[:, :, 0].tolist()
+
+
+def test_bad_folders(tmp_path):
+    def refused(root, message):
+        with pytest.raises(SystemExit, match=message) as stop:
+            data.load(str(root), "nowhere", image_size=16)
+        assert "\n" not in str(stop.value)
+
+    refused(tmp_path, "no folder train/")
+    refused(make_folder(tmp_path / "one", classes=["only"]), "one class only")
+    (tmp_path / "empty" / "train" / "a").mkdir(parents=True)
+    refused(tmp_path / "empty", "no valid file|[Ff]ound no")
+    root = make_folder(tmp_path / "differ")
+    (tmp_path / "differ" / "test" / "ö").rename(tmp_path / "differ" / "test" / "o")
+    refused(root, "differ: o, ö")
+    root = make_folder(tmp_path / "broken")
+    (tmp_path / "broken" / "train" / "ö" / "bad.jpg").write_bytes(b"not a picture")
+    refused(root, "bad.jpg")
+    root = make_folder(tmp_path / "nothing")
+    (tmp_path / "nothing" / "unlabeled").mkdir()
+    refused(root, "'unlabeled' has no images")
+    refused(tmp_path / "missing", "no such file or folder, and the known names are digits, cifar10")
+
+
+def test_named_datasets_come_from_torchvision(monkeypatch, tmp_path):
+    grey = torch.arange(30 * 28 * 28).remainder(256).view(30, 28, 28).to(torch.uint8)
+    colour = np.arange(30 * 3 * 32 * 32).reshape(30, 3, 32, 32).astype(np.uint8)
+    asked = []
+
+    def fake(name, images, labels, targets):
+        def construct(root, download, **which):
+            asked.append((name, str(root), download, *which.values()))
+            made = type(name, (), {})()
+            made.data, made.classes = images, [str(i) for i in range(10)]
+            setattr(made, targets, labels)
+            return made
+        for attribute in "url", "filename", "mirrors", "split_list":
+            if hasattr(getattr(data.datasets, name), attribute):
+                setattr(construct, attribute, getattr(getattr(data.datasets, name), attribute))
+        monkeypatch.setattr(data.datasets, name, construct)
+
+    fake("CIFAR10", colour.transpose(0, 2, 3, 1), list(range(10)) * 3, "targets")
+    fake("FashionMNIST", grey, torch.arange(30) % 10, "targets")
+    fake("SVHN", colour, np.arange(30) % 10, "labels")
+    images, labels, parts, classes = data.load("cifar10", tmp_path)
+    assert np.array_equal(images[:30].numpy(), colour) and labels[:12].tolist() == [*range(10), 0, 1]
+    images, *_ = data.load("fashion_mnist", tmp_path)
+    assert images.shape == (60, 3, 28, 28) and torch.equal(images[:30, 1], grey)
+    images, labels, parts, _ = data.load("svhn_extra", tmp_path)
+    assert np.array_equal(images[60:].numpy(), colour) and {k: len(v) for k, v in parts.items()} == dict(
+        train=30, test=30, unlabeled=30)
+    assert (labels[parts["unlabeled"]] >= 0).all()              # known, but used for scoring only
+    assert asked == [("CIFAR10", str(tmp_path), True, True), ("CIFAR10", str(tmp_path), True, False),
+                     ("FashionMNIST", str(tmp_path), True, True), ("FashionMNIST", str(tmp_path), True, False),
+                     *(("SVHN", str(tmp_path), True, name) for name in ("train", "test", "extra"))]
+
+
+@pytest.mark.parametrize("dataset, file", [("cifar10", "cifar-10-python.tar.gz"), ("svhn", "train_32x32.mat"),
+                                           ("cifar100", "cifar-100-python.tar.gz"), ("fashion_mnist", "raw")])
+def test_a_download_that_fails_says_where_to_put_the_files(monkeypatch, tmp_path, dataset, file):
+    def offline(*args, **kwargs):
+        raise OSError("no route to host")
+
+    for name in "CIFAR10", "CIFAR100", "SVHN", "FashionMNIST":
+        monkeypatch.setattr(getattr(data.datasets, name), "__init__", offline)
+    with pytest.raises(SystemExit, match=file) as stop:
+        data.load(dataset, str(tmp_path))
+    assert "http" in str(stop.value) and "by hand" in str(stop.value) and "\n" not in str(stop.value)

@@ -1,0 +1,340 @@
+"""Algorithms 1 and 2 against a loop over single images, the gradients they send, and the script as a person runs it."""
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import data
+import train_crae
+import training
+from models import make_model
+from train_crae import crae, crae_plus, rotation_loss
+
+SCRIPT = Path(__file__).parent.parent / "train_crae.py"
+B, C, S, T, ETA, ETA2 = 3, 4, 8, 0.5, 0.7, 0.3
+
+# ---------------------------------------------------------------- the objectives, one image at a time
+
+
+class Linear(nn.Module):
+    """A model without BN, so that an image's logits do not depend on its neighbours'."""
+
+    def __init__(self, K=C):
+        super().__init__()
+        torch.manual_seed(0)
+        self.y, self.aux, self.R = (nn.Linear(3 * S * S, n) for n in (C, C, 4 * K))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.y(x), self.aux(x), self.R(x).unflatten(1, (-1, 4))
+
+
+def batch():
+    gen = torch.Generator().manual_seed(1)
+    x = torch.randint(0, 256, (2 * B, 3, S, S), dtype=torch.uint8, generator=gen)
+    return x[:B], torch.tensor([2, 0, 3]), x[B:]
+
+
+def shifted(x):
+    return x.roll(1, 3)                                         # an "augmentation" that can be repeated
+
+
+def loop(model, x_l, y_l, x_u, ext1, ext2, gen):
+    """Eq. 2 and Eq. 4 from single images in probabilities; returns the named terms."""
+    def turned(image, k):
+        return torch.rot90(shifted(image[None])[0].double() * 2 / 255 - 1, k, (1, 2))
+
+    copies = [(turned(x_l[i], k), y_l[i].item(), k, i) for k in range(4) for i in range(B)]
+    copies += [(turned(x_u[i], k), None, k, i) for k in range(4) for i in range(B)]
+    seen = [x for x, *_ in copies]
+    if ext2:
+        alpha = (0.5 + 0.5 * torch.rand(len(copies), 1, 1, 1, generator=gen)).flatten()
+        partner = torch.randperm(len(copies), generator=gen)
+        seen = [alpha[i] * seen[i] + (1 - alpha[i]) * copies[partner[i]][0] for i in range(len(copies))]
+    classes, auxes, rotations = [], [], []
+    for (x, y, z, _), x_seen in zip(copies, seen):
+        p_y, p_aux = (logits[0].softmax(0) for logits in model(x[None])[:2])    # always the unmixed image
+        R = model(x_seen[None])[2][0].softmax(1)                # (C, 4)
+        if y is None:
+            rotations.append(-torch.log(sum(R[k, z] * p_y[k] for k in range(C))))
+        else:
+            classes.append(-torch.log(p_y[y]))
+            auxes.append(-torch.log(p_aux[y]))
+            rotations.append(-torch.log(R[y, z]))
+    terms = {"class": sum(classes) / len(classes), "aux": sum(auxes) / len(auxes),
+             "rotation": ETA * sum(rotations) / len(rotations)}
+    if ext1:
+        loss = []
+        for i in range(B):
+            p = [model(turned(x_u[i], k)[None])[0][0].softmax(0) for k in range(4)]
+            p_bar = [sum(p[k][c].item() for k in range(4)) / 4 for c in range(C)]       # plain numbers: no gradient
+            total = sum(v ** (1 / T) for v in p_bar)
+            loss += [-sum(p_bar[c] ** (1 / T) / total * torch.log(p[k][c]) for c in range(C)) for k in range(4)]
+        terms["ext1"] = ETA2 * sum(loss) / len(loss)
+    return terms
+
+
+@pytest.mark.parametrize("ext1, ext2", list(itertools.product([False, True], repeat=2)))
+def test_objective_is_the_papers(ext1, ext2):
+    x_l, y_l, x_u = batch()
+    model, slow = Linear(), Linear().double()
+    gen = torch.Generator().manual_seed(5)
+    if ext1 or ext2:
+        terms = crae_plus(model, x_l, y_l, x_u, shifted, gen, select="marginal", eta=ETA, eta2=ETA2, temperature=T,
+                          ext1=ext1, ext2=ext2)
+    else:
+        terms = crae(model, x_l, y_l, x_u, shifted, gen, select="marginal", eta=ETA)
+    expected = loop(slow, x_l, y_l, x_u, ext1, ext2, torch.Generator().manual_seed(5))
+    assert terms.keys() == expected.keys()
+    for name in terms:
+        torch.testing.assert_close(terms[name].double(), expected[name], atol=1e-5, rtol=1e-5)
+        ours = torch.autograd.grad(terms[name], list(model.parameters()), allow_unused=True, retain_graph=True)
+        theirs = torch.autograd.grad(expected[name], list(slow.parameters()), allow_unused=True, retain_graph=True)
+        for (parameter, _), g, h in zip(model.named_parameters(), ours, theirs):
+            assert (g is None) == (h is None), (name, parameter)
+            if g is not None:
+                torch.testing.assert_close(g.double(), h, atol=1e-5, rtol=1e-4)
+        reached = {parameter.split(".")[0] for (parameter, _), g in zip(model.named_parameters(), ours) if g is not None}
+        assert reached == {"class": {"y"}, "aux": {"aux"}, "rotation": {"y", "R"}, "ext1": {"y"}}[name]
+
+
+def test_unlabelled_images_alone_move_the_main_classifier_and_not_the_auxiliary_one():
+    x_l, y_l, x_u = batch()
+    gradients = []
+    for other in x_u, 255 - x_u:                                # the same labelled images, other unlabelled ones
+        model = Linear()
+        sum(crae(model, x_l, y_l, other, shifted, None, select="marginal", eta=1.0).values()).backward()
+        gradients.append((model.y.weight.grad, model.aux.weight.grad))
+    (y_a, aux_a), (y_b, aux_b) = gradients
+    assert (y_a - y_b).abs().max() > 1e-3 and torch.equal(aux_a, aux_b)
+
+
+# ---------------------------------------------------------------- the ensembles
+
+
+def logits(N=8, K=C):
+    gen = torch.Generator().manual_seed(0)
+    class_logits, rot_logits = torch.randn(N, C, generator=gen), torch.randn(N, K, 4, generator=gen)
+    return class_logits.requires_grad_(), rot_logits.requires_grad_()
+
+
+def gradient_rows(select):
+    """Which images' class logits the rotation loss sends gradient into."""
+    class_logits, rot_logits = logits()
+    y_l, z = torch.tensor([0, 1, 2]), torch.arange(8) % 4
+    loss = rotation_loss(class_logits, rot_logits, y_l, z, select, torch.Generator().manual_seed(0))
+    grad, rot_grad = torch.autograd.grad(loss, (class_logits, rot_logits), allow_unused=True)
+    assert rot_grad.abs().max() > 0
+    return [] if grad is None else (grad.abs().sum(1) > 0).tolist()
+
+
+def test_only_crae_sends_gradient_into_the_classifier_and_only_from_unlabelled_images():
+    assert gradient_rows("marginal") == [False] * 3 + [True] * 5
+    assert gradient_rows("detach") == gradient_rows("random") == gradient_rows("independent") == []
+
+
+def test_detach_has_the_value_of_crae():
+    class_logits, rot_logits = logits()
+    losses = [rotation_loss(class_logits, rot_logits, torch.tensor([0, 1, 2]), torch.arange(8) % 4, select, None)
+              for select in ("marginal", "detach")]
+    assert losses[0] == losses[1]
+
+
+def test_random_draws_one_head_an_image_and_all_equally_often():
+    N, K = 6000, 5
+    class_logits, rot_logits = logits(N, K)
+    loss = rotation_loss(class_logits, rot_logits, torch.zeros(N // 2, dtype=torch.long), torch.arange(N) % 4, "random",
+                         torch.Generator().manual_seed(0))
+    grad, = torch.autograd.grad(loss, rot_logits)
+    chosen = grad.abs().sum(-1) > 0                             # (N, K)
+    assert (chosen.sum(1) == 1).all()
+    assert (chosen.float().mean(0) - 1 / K).abs().max() < 0.03  # six standard deviations
+    assert (chosen[:N // 2].float().mean(0) - 1 / K).abs().max() < 0.04         # labelled images too
+    for n in range(0, N, 997):
+        k = chosen[n].nonzero().item()
+        p = rot_logits[n, k].detach().softmax(0)
+        p[n % 4] -= 1
+        torch.testing.assert_close(grad[n, k], p / N)
+
+
+def test_independent_is_the_mean_of_the_heads_losses():
+    class_logits, rot_logits = logits(K=6)
+    z = torch.arange(8) % 4
+    loss = rotation_loss(class_logits, rot_logits, torch.tensor([0, 1, 2]), z, "independent", None)
+    mean = sum(-rot_logits[n, k].log_softmax(0)[z[n]] for n in range(8) for k in range(6)) / 48
+    torch.testing.assert_close(loss, mean)
+    p = sum(rot_logits[:, k].softmax(-1) for k in range(6)) / 6
+    torch.testing.assert_close(train_crae.mean_p_z(class_logits, rot_logits), p.log())
+
+
+# ---------------------------------------------------------------- with a real network
+
+
+def real_batch(n=8):
+    images, labels, *_ = data.load("digits", "nowhere")
+    return images[:n], labels[:n], images[n:2 * n]
+
+
+PLUS = dict(eta=1.0, eta2=1.0, temperature=0.5)
+VARIANTS = {
+    "crae": (partial(crae, select="marginal", eta=1.0), 10), "detach": (partial(crae, select="detach", eta=1.0), 10),
+    "random": (partial(crae, select="random", eta=1.0), 10), "independent": (partial(crae, select="independent", eta=1.0), 20),
+    "no_rotation": (partial(crae, select="marginal", eta=1.0), 0),
+    "no_rotation_ext1": (partial(crae_plus, select="marginal", ext2=False, **PLUS), 0),
+    "ext1": (partial(crae_plus, select="marginal", ext2=False, **PLUS), 10),
+    "ext2": (partial(crae_plus, select="marginal", ext1=False, **PLUS), 10),
+    "plus": (partial(crae_plus, select="marginal", **PLUS), 10),
+}
+
+
+@pytest.mark.parametrize("aux, rot_dim", [(True, None), (False, 5)])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_parameter_of_every_variant_gets_a_gradient(name, aux, rot_dim):
+    objective, K = VARIANTS[name]
+    torch.manual_seed(0)
+    net = make_model("wrn-10-1", 10, K, rot_dim, aux)
+    terms = objective(net, *real_batch(32), partial(data.augment, flip=False, gen=None), torch.Generator().manual_seed(0))
+    sum(terms.values()).backward()
+    assert all(p.grad is not None for p in net.parameters())
+    assert all(p.grad.abs().max() > 0 for n, p in net.named_parameters() if p.ndim > 1), name
+    assert ("aux" in terms) == aux and ("rotation" in terms) == (K > 0) and ("ext1" in terms) == (
+        name in ("no_rotation_ext1", "ext1", "plus"))
+
+
+def test_mixed_images_leave_the_running_statistics_alone():
+    nets = []
+    for objective, K in VARIANTS["crae"], VARIANTS["plus"]:
+        torch.manual_seed(0)
+        nets.append(make_model("wrn-10-1", 10, K, bn_momentum=0.5))
+        objective(nets[-1], *real_batch(), lambda x: x, torch.Generator().manual_seed(0))
+    buffers = [dict(net.named_buffers()) for net in nets]
+    assert all(torch.equal(buffers[0][k], buffers[1][k]) for k in buffers[0])   # as if there had been no mixed images
+    assert all(v == 1 for k, v in buffers[1].items() if k.endswith("num_batches_tracked"))
+    assert nets[1].backbone.bn.running_mean.abs().max() > 0
+
+
+def test_one_forward_for_the_unmixed_images_and_one_for_the_mixed_ones():
+    torch.manual_seed(0)
+    net = make_model("wrn-10-1", 10, 10)
+    sizes = []
+    net.register_forward_pre_hook(lambda m, x: sizes.append(tuple(x[0].shape)))
+    VARIANTS["plus"][0](net, *real_batch(), lambda x: x, torch.Generator().manual_seed(0))
+    assert sizes == [(64, 3, 8, 8)] * 2
+    del sizes[:]
+    VARIANTS["crae"][0](net, *real_batch(), lambda x: x, None)
+    assert sizes == [(64, 3, 8, 8)]
+
+
+def test_twenty_images_can_be_overfitted(tmp_path, monkeypatch, capsys):
+    images, labels, *_ = data.load("digits", "nowhere")
+    few = torch.cat([(labels == c).nonzero()[:2, 0] for c in range(10)])
+    np.savez(tmp_path / "few.npz", train_images=images[few].permute(0, 2, 3, 1).numpy(), train_labels=labels[few].numpy(),
+             test_images=images[few].permute(0, 2, 3, 1).numpy(), test_labels=labels[few].numpy(),
+             unlabeled_images=images[few].permute(0, 2, 3, 1).numpy())
+    monkeypatch.setitem(training.presets.own_npz, "bn_momentum", 0.1)
+    monkeypatch.setitem(training.presets.own_npz, "ema", 0.9)
+    row = train_crae.train(dataset=str(tmp_path / "few.npz"), plus=True, arch="wrn-10-1", steps=200, batch=20,
+                           out=str(tmp_path / "run"), lr=0.005, device="cpu")
+    assert row["test_error"] == 0 and row["loss_class"] < 0.5
+    assert row["unlabeled_error"] is None and row["val_error"] is None          # nothing known, nothing scored
+
+
+# ---------------------------------------------------------------- as a person runs it
+
+
+def run(*flags, cwd):
+    return subprocess.run([sys.executable, str(SCRIPT), *map(str, flags)], cwd=cwd, capture_output=True, text=True)
+
+
+QUICK = ("--arch", "wrn-10-0.25", "--steps", 4, "--batch", 4, "--device", "cpu")
+CHANGED = "archwrn-10-0.25_steps4_batch4"
+NAMES = {"": "crae", "--plus": "crae_plus", "--ext1": "crae_ext1", "--ext2": "crae_ext2", "--select detach": "detach",
+         "--select random": "random", "--select independent --heads 2": "independent_2", "--heads 0": "no_rotation",
+         "--heads 0 --ext1": "no_rotation_ext1", "--noaux": "crae_no_aux", "--plus --aux false": "crae_plus_no_aux"}
+
+
+@pytest.mark.parametrize("flags", NAMES)
+def test_every_variant_runs_and_has_the_papers_name(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    row = training.command_line(train_crae.train, [*flags.split(), *map(str, QUICK)])
+    folder = tmp_path / "runs" / f"digits_100_{NAMES[flags]}_0_{CHANGED}"
+    has_heads, K = "--heads 0" not in flags, 2 if "heads 2" in flags else 10
+    assert {p.name for p in folder.iterdir()} == {"config.json", "split.npz", "log.csv", "curve.png", "last.pt", "model.pt"} | (
+        {"diversity.csv"} if has_heads else set())
+    assert math.isfinite(row["loss_class"]) and (row["rotation_accuracy"] is not None) == has_heads
+    if has_heads:
+        header, *lines = (folder / "diversity.csv").read_text().splitlines()
+        assert header == "step,class," + ",".join(f"head_{k}" for k in range(K)) and len(lines) == 10
+        assert all(abs(sum(map(float, line.split(",")[2:])) - 1) < 1e-3 for line in lines)
+
+
+def test_the_script_from_start_to_end(tmp_path):
+    done = run("--plus", *QUICK, "--lr", "1e-3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / f"digits_100_crae_plus_0_{CHANGED}_lr0.001"
+    assert re.search(r"test error \d+\.\d\d % \(median of the last 1 evaluations\), \d+\.\d\d % at the end$", done.stdout.strip())
+    assert "100 labeled, 1,067 unlabeled, 130 validation, 500 test" in done.stdout
+    config = json.loads((folder / "config.json").read_text())
+    assert config["lr"] == 0.001 and config["weight_decay"] == 0.02 and config["versions"]["torch"] == torch.__version__
+    assert config["command"] == "python train_crae.py --plus --arch=wrn-10-0.25 --steps=4 --batch=4 --lr=0.001 --device=cpu"
+    assert config["labels"] == 100 and "git_commit" in config
+    header = (folder / "log.csv").read_text().splitlines()[0]
+    assert header == ("step,epoch,seconds,images_per_second,lr,loss_class,loss_aux,loss_ext1,loss_rotation,"
+                      "rotation_accuracy,unlabeled_error,val_error,test_error,test_error_raw")
+    again = run("--plus", *QUICK, "--lr", "1e-3", cwd=tmp_path)
+    assert again.returncode != 0 and "--resume" in again.stderr
+    files = {p.name: p.read_bytes() for p in folder.iterdir()}
+    reprint = run("--plus", *QUICK, "--lr", "1e-3", "--resume", cwd=tmp_path)
+    assert reprint.returncode == 0 and reprint.stdout.strip() == done.stdout.strip().splitlines()[-1]
+    assert files == {p.name: p.read_bytes() for p in folder.iterdir()}
+
+
+def test_help_names_every_flag_and_does_not_train(tmp_path):
+    for flags in ["--help"], ["--dataset", "cifar10", "--help"], ["-h"]:
+        done = run(*flags, cwd=tmp_path)
+        assert done.returncode == 0 and not list(tmp_path.iterdir())
+        for name in train_crae.train.__annotations__:
+            assert name == "return" or re.search(rf"^--{name}\s", done.stdout, re.M), name
+
+
+BAD = {
+    "--epochs 3": "--epochs", "--lable 250": "--labels", "digits": "digits", "--plus maybe": "--plus", "--plus=maybe": "--plus",
+    "--labels 0": "--labels", "--labels 5": "--labels", "--labels 1e3": "--labels", "--labels 2000": "--labels",
+    "--labels many": "--labels", "--dataset imagnet": "cifar100", "--dataset missing/": "no such file",
+    "--dataset missing.npz": "no such file", "--arch wrn-12-2": "6n", "--arch vgg": "--arch", "--steps -5": "--steps",
+    "--steps 0": "--steps", "--batch 0": "--batch", "--lr 0": "--lr", "--lr nan": "--lr", "--lr fast": "--lr",
+    "--weight_decay -1": "--weight_decay", "--eta 0": "--eta", "--eta2 -1": "--eta2", "--temperature 2": "--temperature",
+    "--device cuda:99": "--device", "--device tpu9": "--device", "--select best": "marginal, random", "--heads -1": "--heads",
+    "--heads 3": "--heads", "--heads 0 --plus": "--heads", "--rot_dim 0": "--rot_dim", "--seed -1": "--seed",
+    "--image_size 4": "--image_size", "--plus - --seed 1": "lone", "--noplus=3": "--noplus", "--flip 1": "--flip",
+    "--out train_crae.py": "--out", "--resume --out folder": "--out",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_input_is_one_line_before_any_work(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_crae.py").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "something").touch()
+    monkeypatch.setattr(training, "fit", lambda *a, **k: pytest.fail("training began"))
+    with pytest.raises(SystemExit) as stop:
+        training.command_line(train_crae.train, flags.split())
+    assert isinstance(stop.value.code, str) and "\n" not in stop.value.code and BAD[flags] in stop.value.code
+    assert {p.name for p in tmp_path.iterdir()} == {"train_crae.py", "folder"} and capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("flags", ["--epochs 3", "--plus=maybe", "word", "--dataset nothing", "--steps -5"])
+def test_bad_input_as_a_subprocess(flags, tmp_path):
+    done = run(*flags.split(), cwd=tmp_path)
+    assert done.returncode != 0 and len(done.stderr.strip().splitlines()) == 1 and "Traceback" not in done.stderr
+    assert done.stdout == "" and not list(tmp_path.iterdir())

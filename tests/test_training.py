@@ -1,0 +1,305 @@
+"""Optimiser, averages, evaluation, run folder and resume; and the demo's own budget on real digits."""
+import csv
+import inspect
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+import presets
+import train_crae
+import training
+from losses import log_p_z
+from models import classify, make_model
+
+SCRIPT = Path(__file__).parent.parent / "train_crae.py"
+
+# ---------------------------------------------------------------- optimiser and averages
+
+
+def test_weight_decay_is_decoupled_scaled_by_lr_and_on_kernels_only():
+    torch.manual_seed(0)
+    net = make_model("wrn-10-1", 10, 10)
+    for p in net.parameters():
+        p.data += 0.5                                           # no bias of zero
+        p.grad = torch.zeros_like(p)                            # Adam alone would not move anything
+    before = {name: p.detach().clone() for name, p in net.named_parameters()}
+    training.make_optimizer(net, lr=0.01, weight_decay=0.2).step()
+    for name, p in net.named_parameters():
+        kernel = name.endswith("weight") and ".bn" not in name
+        torch.testing.assert_close(p.detach(), before[name] * (1 - 0.01 * 0.2 if kernel else 1), msg=name)
+
+
+def test_adam_constants():
+    group = training.make_optimizer(make_model("wrn-10-1", 2, 0), 0.002, 0.02).param_groups[0]
+    assert group["betas"] == (0.9, 0.999) and group["lr"] == 0.002
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch):
+    """A run of three steps, in which every weight, before and after each step, and every evaluated model is kept."""
+    kept = dict(weights=[], evaluated=[])
+    real = training.evaluate
+
+    def objective(net, *rest):
+        kept["weights"].append([p.detach().clone() for p in net.parameters()])
+        kept["net"] = net
+        return train_crae.crae(net, *rest, select="marginal", eta=1.0)
+
+    def evaluate(net, ema, *rest):
+        kept["evaluated"].append([{k: v.clone() for k, v in m.state_dict().items()} for m in (net, ema)])
+        return real(net, ema, *rest)
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setitem(presets.digits, "ema", 0.6)
+    flags = {name: p.default for name, p in inspect.signature(train_crae.train).parameters.items()}
+    flags |= dict(steps=3, batch=4, out=str(tmp_path / "run"), device="cpu")
+    config = training.resolve(train_crae.train, flags, "crae")
+    images, labels, split, classes = training.load_run(config)
+    torch.manual_seed(0)
+    net = make_model(config["arch"], 10, 10, bn_momentum=0.1)
+    row = training.fit(net, objective, images, labels, split, classes, config)
+    kept["weights"].append([p.detach().clone() for p in kept["net"].parameters()])
+    return kept | dict(row=row, out=tmp_path / "run", images=images, labels=labels, split=split)
+
+
+def test_ema_averages_weights_by_hand_and_copies_bn_statistics(recorded):
+    (live, averaged), = recorded["evaluated"]
+    by_hand = recorded["weights"][0]
+    for weights in recorded["weights"][1:]:
+        by_hand = [0.6 * a + 0.4 * w for a, w in zip(by_hand, weights)]
+    names = [name for name, _ in recorded["net"].named_parameters()]
+    for name, expected in zip(names, by_hand):
+        torch.testing.assert_close(averaged[name], expected, atol=1e-6, rtol=1e-5)
+    assert not torch.equal(live["backbone.conv.weight"], averaged["backbone.conv.weight"])
+    for name in set(live) - set(names):                         # buffers
+        assert torch.equal(live[name], averaged[name]), name
+    assert averaged["backbone.bn.num_batches_tracked"] == 3 and averaged["backbone.bn.running_mean"].abs().max() > 0
+
+
+def test_model_pt_is_the_ema_model_and_tells_how_to_use_it(recorded):
+    saved = torch.load(recorded["out"] / "model.pt", weights_only=True)
+    assert saved["classes"] == [str(i) for i in range(10)] and saved["image_size"] == 8
+    assert saved["scaling"] == "x * 2 / 255 - 1" and saved["arch"] == presets.digits["arch"]
+    assert not any("rot" in k or "aux" in k for k in saved["state"])
+    net = make_model(saved["arch"], len(saved["classes"]), rot_heads=0, aux=False).eval()
+    net.load_state_dict(saved["state"])
+    test = recorded["split"]["test"]
+    with torch.no_grad():
+        wrong = (net(recorded["images"][test].float() * 2 / 255 - 1)[0].argmax(1) != recorded["labels"][test]).sum()
+    assert 100 * wrong.item() / len(test) == pytest.approx(recorded["row"]["test_error"])
+    _, averaged = recorded["evaluated"][0]
+    assert torch.equal(saved["state"]["classifier.weight"], averaged["aux.weight"])      # the auxiliary one is tested
+
+
+def test_logged_losses_are_means_over_the_interval(tmp_path, monkeypatch):
+    seen = []
+
+    def constant(net, x_l, y_l, x_u, augment, gen):
+        seen.append(len(seen) + 1.0)
+        return {"a": sum(p.sum() for p in net.parameters()) * 0 + seen[-1], "b": torch.tensor(2.0)}
+
+    monkeypatch.setattr(train_crae, "crae", lambda *rest, select, eta: constant(*rest))
+    monkeypatch.setitem(presets.digits, "epoch", 2)
+    train_crae.train(steps=5, batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
+    rows = list(csv.DictReader((tmp_path / "run" / "log.csv").open()))
+    assert [(r["step"], r["epoch"], r["loss_a"], r["loss_b"]) for r in rows] == [
+        ("2", "1", "1.5", "2"), ("4", "2", "3.5", "2"), ("5", "2.5", "5", "2")]
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(tmp_path, monkeypatch):
+    def diverge(net, x_l, y_l, x_u, augment, gen):
+        diverge.steps += 1
+        bad = float("nan") if diverge.steps == 4 else 1.0
+        return {"good": sum(p.sum() for p in net.parameters()) * 0, "bad": torch.tensor(bad)}
+
+    diverge.steps = 0
+    monkeypatch.setattr(train_crae, "crae", lambda *rest, select, eta: diverge(*rest))
+    monkeypatch.setitem(presets.digits, "epoch", 2)
+    with pytest.raises(SystemExit, match="loss_bad is not finite at step 4"):
+        train_crae.train(steps=6, batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
+    assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["run"]["step"] == 2
+    assert [r["step"] for r in csv.DictReader((tmp_path / "run" / "log.csv").open())] == ["2"]
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def test_scores_of_unlabelled_images_against_a_loop():
+    torch.manual_seed(0)
+    images, labels, parts, _ = data.load("digits", "nowhere")
+    net = make_model("wrn-10-1", 10, 10).eval()
+    index = torch.arange(100)
+    scores = training.score_unlabeled(net, images, labels, index, 10, log_p_z)
+    wrong, right, counts = 0, 0, np.zeros((10, 10))
+    with torch.no_grad():
+        for i in range(100):
+            for k in range(4):
+                x = torch.rot90(images[i:i + 1], k, (2, 3)).float() * 2 / 255 - 1
+                class_logits, _, rot_logits = net(x)
+                p_y, R = class_logits[0].softmax(0), rot_logits[0].softmax(1)
+                wrong += k == 0 and p_y.argmax() != labels[i]
+                right += (p_y @ R).argmax() == k
+                counts[labels[i], R[:, k].argmax()] += 1
+    assert scores["unlabeled_error"] == pytest.approx(100 * int(wrong) / 100)
+    assert scores["rotation_accuracy"] == pytest.approx(100 * int(right) / 400)
+    np.testing.assert_allclose(scores["diversity"].numpy(), counts / counts.sum(1, keepdims=True), atol=1e-6)
+
+
+def test_diversity_of_heads_that_know_their_class():
+    y, z = torch.arange(12) % 3, torch.arange(12) % 4
+    rot_logits = torch.zeros(12, 3, 4)
+    rot_logits[torch.arange(12), y, z] = 3.0                    # R_y alone recognises the angle
+    assert torch.equal(training.best_head(rot_logits, z), y)
+    rot_logits[0, 2] = 9.0                                      # large logits are not a large probability
+    assert torch.equal(training.best_head(rot_logits, z), y)
+
+
+def test_error_is_the_test_classifiers_on_upright_images():
+    torch.manual_seed(0)
+    images, labels, *_ = data.load("digits", "nowhere")
+    net = make_model("wrn-10-1", 10, 10).eval()
+    index = torch.arange(1100, 1797)
+    with torch.inference_mode():
+        predicted = torch.stack([classify(net, data.scale(images[i:i + 1])).argmax() for i in index])
+        assert training.error(net, images, labels, index) == pytest.approx(
+            100 * (predicted != labels[index]).float().mean().item())
+        assert training.error(net, images, labels, index[:0]) is None
+
+
+def test_the_sample_is_fixed_and_prefers_known_classes():
+    labels = torch.cat([torch.arange(10).repeat(3), torch.full((50,), -1)])
+    sample = training.sample_of_unlabeled(labels, torch.arange(80), seed=0)
+    assert sorted(sample.tolist()) == list(range(30))
+    assert torch.equal(sample, training.sample_of_unlabeled(labels, torch.arange(80), seed=0))
+    assert len(training.sample_of_unlabeled(labels, torch.arange(30, 80), seed=0)) == 50
+    many = training.sample_of_unlabeled(torch.zeros(20_000, dtype=torch.long), torch.arange(20_000), seed=0)
+    assert len(many.unique()) == 10_000
+
+
+def test_reported_error_is_the_median_of_the_last_20_beside_the_papers(capsys):
+    rows = [dict(step=str(i), test_error=str(float(i))) for i in range(1, 31)]
+    config = dict(out="runs/x", dataset="cifar10", labels=250, method="crae_plus")
+    assert training.report(config, rows)["median_test_error"] == 20.5           # of 11 .. 30
+    assert capsys.readouterr().out == ("runs/x: test error 20.50 % (median of the last 20 evaluations), 30.00 % at the "
+                                       "end; the paper: 10.76 %\n")
+    training.report(config | dict(dataset="digits"), rows)
+    assert "the paper" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- splits and folders
+
+
+def test_every_method_and_length_of_run_shares_one_split_of_a_seed(tmp_path):
+    splits = []
+    for i, flags in enumerate([dict(), dict(plus=True), dict(select="random", steps=2), dict(heads=0, arch="wrn-16-0.25")]):
+        train_crae.train(**dict(steps=1, arch="wrn-10-0.25") | flags, batch=2, out=str(tmp_path / str(i)), device="cpu")
+        with np.load(tmp_path / str(i) / "split.npz") as file:
+            splits.append({k: file[k].tolist() for k in file.files})
+    assert all(split == splits[0] for split in splits)
+    assert sorted(sum(splits[0].values(), [])) == list(range(1797))             # disjoint, and every image somewhere
+
+
+def test_resume_uses_the_saved_split_and_refuses_other_flags(tmp_path):
+    flags = dict(steps=2, batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
+    train_crae.train(**flags)
+    with pytest.raises(SystemExit, match="exists already"):
+        train_crae.train(**flags)
+    for other in dict(batch=3), dict(lr=0.1), dict(plus=True), dict(seed=1), dict(steps=1):
+        with pytest.raises(SystemExit, match=f"--({'|'.join([*other, 'method'])}) .* has "):
+            train_crae.train(**flags | other, resume=True)
+    saved = dict(np.load(tmp_path / "run" / "split.npz"))
+    saved["labeled"], saved["unlabeled"][:100] = saved["unlabeled"][:100].copy(), saved["labeled"]
+    np.savez(tmp_path / "run" / "split.npz", **saved)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert np.array_equal(training.load_run(config)[2]["labeled"], saved["labeled"])
+    row = train_crae.train(**flags | dict(steps=3), resume=True)                # a run may be made longer
+    assert row["step"] == 3
+
+
+# ---------------------------------------------------------------- resume
+
+
+def files_of(folder):
+    """All that a run leaves, times taken out."""
+    rows = [{k: v for k, v in row.items() if k not in ("seconds", "images_per_second")}
+            for row in csv.DictReader((folder / "log.csv").open())]
+    saved = torch.load(folder / "last.pt", weights_only=True)
+    saved["run"].pop("seconds")
+    return rows, (folder / "diversity.csv").read_bytes(), saved, torch.load(folder / "model.pt", weights_only=True)
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+FLAGS = ["--plus", "--arch=wrn-10-0.25", "--steps=60", "--batch=8", "--device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    subprocess.run([sys.executable, SCRIPT, *FLAGS, f"--out={folder}"], check=True, capture_output=True)
+    return files_of(folder)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_a_stopped_run_continues_to_the_same_bits(undisturbed, tmp_path, number, code):
+    folder, command = tmp_path / "run", [sys.executable, SCRIPT, *FLAGS, f"--out={tmp_path / 'run'}", "--resume"]
+    stops = 0
+    for row in 1, 2:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while not (folder / "log.csv").exists() or len((folder / "log.csv").read_text().splitlines()) <= row:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, errors = process.communicate()
+        assert process.returncode == code, errors
+        stops += 1
+        if code > 0:
+            assert "to continue: python train_crae.py --plus --arch=wrn-10-0.25 --steps=60" in errors and "--resume" in errors
+    assert stops == 2
+    subprocess.run(command, check=True, capture_output=True)
+    assert same(files_of(folder), undisturbed)
+
+
+def test_half_a_row_and_rows_past_the_checkpoint_are_dropped(undisturbed, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    subprocess.run([sys.executable, SCRIPT, *FLAGS, f"--out={folder}"], check=True, capture_output=True)
+    before = files_of(folder)
+    with (folder / "log.csv").open("a") as file:
+        file.write((folder / "log.csv").read_text().splitlines()[-1].replace("60,", "61,", 1) + "\n6")
+    (folder / "model.pt").unlink()                              # killed just before the end
+    subprocess.run([sys.executable, SCRIPT, *FLAGS, f"--out={folder}", "--resume"], check=True, capture_output=True)
+    assert same(files_of(folder), before) and same(before, undisturbed)
+
+
+def test_comparison_of_runs_sees_a_difference(undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    subprocess.run([sys.executable, SCRIPT, *FLAGS, "--seed=1", f"--out={folder}"], check=True, capture_output=True)
+    rows, diversity, saved, model = files_of(folder)
+    assert not same(rows, undisturbed[0]) and not same(saved, undisturbed[2]) and not same(model, undisturbed[3])
+
+
+# ---------------------------------------------------------------- the demo
+
+
+def test_the_demo_learns_the_digits(tmp_path):
+    """make demo's command and budget: 100 labels, CRAE+. Chance is 90 %."""
+    row = train_crae.train(plus=True, out=str(tmp_path / "run"), device="cpu")
+    assert row["median_test_error"] < 10
+    assert row["unlabeled_error"] < 10 and row["rotation_accuracy"] > 85
+    assert (tmp_path / "run" / "curve.png").stat().st_size > 5000

@@ -1,0 +1,467 @@
+"""The one loop, `fit`, and its plumbing: strict command line, resolved values, run folder, EMA, evaluation, resume.
+
+A script hands `fit` a network and an objective: objective(model, x_l, y_l, x_u, augment, gen) -> {name: loss term}.
+The raw uint8 batches x_l, x_u go in; augment(x) gives a new random view of a batch; gen is the step's own generator.
+"""
+import copy
+import csv
+import difflib
+import inspect
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+import types
+import typing
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import fire
+import numpy as np
+import torch
+import torchvision
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from tqdm import tqdm
+
+import data
+import presets
+from losses import log_p_z
+from models import check_arch, classifier_state, classify
+
+HERE = Path(__file__).parent
+EVAL_BATCH = 1024                       # ours: images in one forward pass of an evaluation
+SAMPLE = 10_000                         # ours: unlabelled images that are scored at an evaluation
+MEDIAN_OF = 20                          # MixMatch: the reported error is the median of the last 20 evaluations
+
+# ---------------------------------------------------------------- command line
+
+
+def command_line(train, argv=None):
+    """Call train with the flags of the command line, or say in one line what is wrong with them.
+
+    Fire alone would call train first and complain about a misspelled flag afterwards, so here it only gathers the words.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    if "--help" in argv or "-h" in argv:
+        return print(inspect.getmodule(train).__doc__ + "\n" + inspect.getdoc(train))
+    if "-" in argv or "--" in argv:                             # words that Fire keeps for itself
+        sys.exit("a lone - or -- is not a flag; --help lists the flags")
+    words, flags = [], {}
+
+    @fire.decorators.SetParseFn(str)                            # every value as it was typed
+    def gather(*args, **kwargs):
+        words.extend(args)
+        flags.update(kwargs)
+
+    fire.Fire(gather, command=argv)
+    if words:
+        sys.exit(f"{words[0]}: not a flag; flags are written --name value, and --help lists them")
+    hints = {name: hint for name, hint in typing.get_type_hints(train).items() if name != "return"}
+    for name in list(flags):                                    # --noaux is --aux=False
+        if name not in hints and name.startswith("no") and hints.get(name[2:]) in (bool, bool | None):
+            if flags.pop(name) != "True":
+                sys.exit(f"--{name}: takes no value; write --{name[2:]}=True or --{name}")
+            flags[name[2:]] = "False"
+    for name in flags:
+        if name not in hints:
+            close = difflib.get_close_matches(name, hints, n=1)
+            sys.exit(f"--{name}: no such flag; " + (f"did you mean --{close[0]}?" if close else "--help lists the flags"))
+    return train(**{name: parse(name, text, hints[name]) for name, text in flags.items()})
+
+
+def parse(name, text, hint):
+    """The typed word as the type that train's signature asks for."""
+    if isinstance(hint, types.UnionType):                       # int | None: not giving the flag is the None
+        hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is typing.Literal:
+        if text not in typing.get_args(hint):
+            sys.exit(f"--{name} {text}: must be one of {', '.join(typing.get_args(hint))}")
+        return text
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            sys.exit(f"--{name}={text}: must be true or false; --{name} alone means true")
+        return text.lower() == "true"
+    try:
+        return hint(text)
+    except ValueError:
+        sys.exit(f"--{name} {text}: must be a {'whole ' if hint is int else ''}number")
+
+
+def resolve(train, flags, method, unnamed=()):
+    """Every value of a run, checked: what was given by hand, and the dataset's preset for the rest.
+
+    Flags that the method's name tells already (`unnamed`) do not appear again in the default name of the run's folder.
+    """
+    preset = presets.for_dataset(flags["dataset"])
+    config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
+    for name in "steps", "batch", "lr", "image_size", "rot_dim", "labels":
+        if config[name] is not None and not (0 < config[name] < math.inf):
+            sys.exit(f"--{name} {config[name]}: must be more than 0")
+    for name in "weight_decay", "seed":
+        if not (0 <= config[name] < math.inf):
+            sys.exit(f"--{name} {config[name]}: must be 0 or more")
+    check_arch(config["arch"])
+    config["device"] = check_device(config["device"])
+
+    default = {k: p.default for k, p in inspect.signature(train).parameters.items()}
+    given = {k: v for k, v in flags.items() if v != default[k] and v is not None}
+    changed = {k: v for k, v in given.items() if preset.get(k, default[k]) != v}
+    for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", *unnamed}:
+        changed.pop(name, None)
+    if not config["out"]:
+        name = [Path(config["dataset"]).resolve().name.removesuffix(".npz"), config["labels"] or "all", method, config["seed"],
+                *(f"{k}{v}" for k, v in changed.items())]
+        config["out"] = str(Path("runs", "_".join(map(str, name))))
+    words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
+    config["command"] = " ".join(["python", Path(inspect.getsourcefile(train)).name, *words])
+    return config
+
+
+def check_device(device):
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):         # unknown word; no such device; torch without it
+        sys.exit(f"--device {device}: torch has no such device here; leave the flag out, or give cpu, cuda or cuda:<number>")
+    return device
+
+
+# ---------------------------------------------------------------- a run's folder
+
+
+def check_folder(config):
+    """Refuse a folder that is in use, or whose run had other flags; the final row if its run is finished, else None."""
+    out = Path(config["out"])
+    inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes] if out.is_dir() else out.exists()
+    if not inside:
+        return None
+    if not config["resume"]:
+        sys.exit(f"--out {out}: exists already; add --resume to continue that run, or give another --out")
+    if not (out / "config.json").exists():
+        sys.exit(f"--out {out}: is not a run's folder; give another --out")
+    saved = json.loads((out / "config.json").read_text())
+    for name, value in config.items():
+        may_differ = name in ("out", "device", "data_dir", "command", "resume") or name == "steps" and value > saved[name]
+        if not may_differ and saved.get(name) != value:
+            sys.exit(f"--{name} {value}: the run in {out} has {saved.get(name)}; give that, or another --out")
+    rows = read_rows(out / "log.csv", config["steps"])
+    done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
+    return report(config, rows) if done else None
+
+
+def load_run(config):
+    """The images of a run and its split: drawn from the seed, or the saved one when the run is resumed."""
+    images, labels, parts, classes = data.load(config["dataset"], config["data_dir"], config["image_size"])
+    saved = Path(config["out"], "split.npz")
+    if saved.exists():
+        with np.load(saved, allow_pickle=False) as file:
+            split = {part: file[part] for part in file.files}
+        if sum(map(len, split.values())) != len(labels):
+            sys.exit(f"--dataset {config['dataset']}: has {len(labels)} images now, and the split in {saved} is of "
+                     f"{sum(map(len, split.values()))}; give another --out")
+    else:
+        split = data.make_split(labels, parts, config["labels"], config["validation"], config["seed"])
+    return images, labels, split, classes
+
+
+def write_config(config, split):
+    """config.json with all resolved values and what is needed to repeat the run, and split.npz."""
+    out = Path(config["out"])
+    git = partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
+    try:
+        commit = git(["git", "rev-parse", "HEAD"]).stdout.strip()
+        changed = bool(git(["git", "status", "--porcelain", "--untracked-files=no"]).stdout.strip())
+    except OSError:                                             # no git on this machine
+        commit, changed = "", False
+    versions = dict(python=platform.python_version(), torch=torch.__version__, torchvision=torchvision.__version__,
+                    numpy=np.__version__, cuda=torch.version.cuda)
+    record = config | dict(versions=versions, git_commit=commit or None, git_changed=changed)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
+        write_whole(out / "split.npz", lambda tmp: np.savez(tmp, **split))
+    except OSError as error:
+        sys.exit(f"--out {out}: cannot be written ({error.strerror})")
+
+
+def write_whole(path, write):
+    """A file that is there whole or not at all: written beside its place under another name, then renamed."""
+    tmp = path.with_name(f"{path.stem}.tmp{path.suffix}")
+    write(tmp)
+    os.replace(tmp, path)
+
+
+def read_rows(path, last_step):
+    """The rows of a log up to last_step; later ones, and one that was cut off in the middle, are left out."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [r for r in csv.DictReader(file) if None not in r.values() and int(r["step"]) <= last_step]
+
+
+def write_rows(path, rows, mode):
+    if not rows:
+        return
+    with path.open(mode, newline="") as file:
+        writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
+        if file.tell() == 0:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def keep_rows(path, last_step):
+    """Cut a log back to the checkpoint's step."""
+    rows = read_rows(path, last_step)
+    path.unlink(missing_ok=True) if not rows else write_whole(path, lambda tmp: write_rows(tmp, rows, "w"))
+    return rows
+
+
+# ---------------------------------------------------------------- training
+
+
+def make_optimizer(net, lr, weight_decay):
+    """Adam with decoupled weight decay on conv and dense kernels only: not on biases, not on BN. MixMatch."""
+    kernels = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    return torch.optim.AdamW([dict(params=kernels, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
+                             lr=lr, betas=(0.9, 0.999), fused=True)
+
+
+def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
+    """Train net in its run's folder up to config["steps"], from where the folder's checkpoint left it; the final row.
+
+    p_z(class_logits, rot_logits) gives log p(z|x), for the logged accuracy of the rotation.
+    """
+    print_config(config, split)
+    write_config(config, split)
+    steps, epoch, batch, seed, out = (config[k] for k in ("steps", "epoch", "batch", "seed", "out"))
+    device = torch.device(config["device"])
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")              # TF32 where autocast leaves float32
+        torch.backends.cudnn.benchmark = True                   # all batches have one shape
+    images, labels = images.to(device), labels.to(device)       # uint8, for the whole run
+    index = {part: torch.as_tensor(i, device=device) for part, i in split.items()}
+    index["sample"] = sample_of_unlabeled(labels, index["unlabeled"], seed)
+    net = net.to(device, memory_format=torch.channels_last).train()
+    ema = copy.deepcopy(net).requires_grad_(False).eval()
+    optimizer = make_optimizer(net, config["lr"], config["weight_decay"])
+    average = get_ema_multi_avg_fn(config["ema"])
+    weights, averages = list(net.parameters()), list(ema.parameters())
+    gen = torch.Generator(device)
+    augment = partial(data.augment, flip=config["flip"], gen=gen)
+
+    log, matrices, last = (Path(out, name) for name in ("log.csv", "diversity.csv", "last.pt"))
+    run = dict(step=0, row_step=0, seconds=0.0, terms={})       # terms: the losses, summed since the row at row_step
+    if last.exists():
+        saved = torch.load(last, map_location=device, weights_only=True)
+        net.load_state_dict(saved["net"])
+        ema.load_state_dict(saved["ema"])
+        optimizer.load_state_dict(saved["optimizer"])
+        run = saved["run"]
+        print(f"continuing after step {run['step']} of {steps}")
+    rows = keep_rows(log, run["step"])
+    keep_rows(matrices, run["step"])
+
+    def save():
+        state = dict(net=net.state_dict(), ema=ema.state_dict(), optimizer=optimizer.state_dict(), run=run)
+        write_whole(last, lambda tmp: torch.save(state, tmp))
+
+    with stop_signals() as stop, tqdm(total=steps, initial=run["step"], unit="step", disable=None) as bar:
+        tick, tick_step = time.perf_counter(), run["step"]
+        for step in range(run["step"], steps):
+            gen.manual_seed(data.seed_of(seed, 3, step))        # streams: 0 split, 1 and 2 batches, 3 all else
+            i_l = data.batch_indices(index["labeled"], batch, step, seed, 1)
+            i_u = data.batch_indices(index["unlabeled"], batch, step, seed, 2)
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                terms = objective(net, images[i_l], labels[i_l], images[i_u], augment, gen)
+            optimizer.zero_grad()
+            sum(terms.values()).backward()
+            optimizer.step()
+            average(averages, weights, None)
+            run["terms"] = {k: run["terms"].get(k, 0) + v.detach() for k, v in terms.items()}
+            run["step"] = step + 1
+            bar.update()
+
+            if run["step"] % epoch == 0 or run["step"] == steps:
+                losses = {f"loss_{k}": v.item() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
+                passed = time.perf_counter() - tick             # the line above waited for the device
+                check_finite(losses, run["step"], out)
+                for averaged, live in zip(ema.buffers(), net.buffers()):
+                    averaged.copy_(live)                        # BN statistics are the live model's. MixMatch
+                scores, matrix = evaluate(net, ema, images, labels, index, len(classes), p_z)
+                row = dict(step=run["step"], epoch=run["step"] / epoch, seconds=run["seconds"] + passed,
+                           images_per_second=2 * batch * (run["step"] - tick_step) / passed,
+                           lr=optimizer.param_groups[0]["lr"], **losses, **scores)
+                rows.append({k: "" if v is None else f"{v:.7g}" for k, v in row.items()})
+                write_rows(log, rows[-1:], "a")
+                write_rows(matrices, diversity_rows(run["step"], matrix, classes), "a")
+                run.update(row_step=run["step"], seconds=run["seconds"] + passed, terms={})
+                save()
+                bar.write(progress_line(rows[-1], steps))
+                tick, tick_step = time.perf_counter(), run["step"]
+            if stop and run["step"] < steps:
+                run["seconds"] += time.perf_counter() - tick
+                save()
+                bar.close()
+                print(f"stopped after step {run['step']}; to continue: {config['command']} --resume", file=sys.stderr)
+                sys.exit(128 + stop[0])
+
+    info = dict(arch=config["arch"], image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
+    write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
+    write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
+    return report(config, rows)
+
+
+def check_finite(losses, step, out):
+    for name, value in losses.items():
+        if not math.isfinite(value):
+            sys.exit(f"{name} is not finite at step {step}; the last good state is in {out}; a smaller --lr may help")
+
+
+@contextmanager
+def stop_signals():
+    """Collects Ctrl-C and SIGTERM, so that the loop can end its step and save; a second Ctrl-C stops at once."""
+    caught = []
+
+    def catch(number, frame):
+        caught.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------- evaluation
+
+
+def sample_of_unlabeled(labels, unlabeled, seed):
+    """At most SAMPLE unlabelled images, the same at every evaluation; those whose class is known, if there are any."""
+    known = unlabeled[labels[unlabeled] >= 0]
+    pool = known if len(known) else unlabeled
+    order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(data.seed_of(seed, 4, 0)))
+    return pool[order[:SAMPLE].to(pool.device)]
+
+
+@torch.inference_mode()
+def evaluate(net, ema, images, labels, index, num_classes, p_z):
+    """The scores of a row of the log, in percent, None where there is nothing to score; and the diversity matrix."""
+    net.eval()
+    scores = score_unlabeled(ema, images, labels, index["sample"], num_classes, p_z)
+    matrix = scores.pop("diversity")
+    scores["val_error"] = error(ema, images, labels, index["validation"])
+    scores["test_error"] = error(ema, images, labels, index["test"])
+    scores["test_error_raw"] = error(net, images, labels, index["test"])
+    net.train()
+    return scores, matrix
+
+
+def error(net, images, labels, index):
+    """Percent of upright images that the test classifier gets wrong."""
+    if not len(index):
+        return None
+    wrong = sum((classify(net, data.scale(images[i])).argmax(1) != labels[i]).sum() for i in index.split(EVAL_BATCH))
+    return 100 * wrong.item() / len(index)
+
+
+def score_unlabeled(net, images, labels, index, num_classes, p_z):
+    """Error of p(y|x) (the main classifier, upright images), accuracy of p(z|x) and the paper's diversity matrix.
+
+    Entry (i, j) of the matrix: how often, among copies whose true class is i, R_j gives the true rotation the highest
+    probability of all heads. (C, K), rows sum to one.
+    """
+    wrong, right, counts = 0, 0, None
+    known = bool((labels[index] >= 0).all())
+    for i in index.split(EVAL_BATCH // 4):
+        x, z = data.rotate4(images[i])                          # (4n, 3, H, W), (4n,)
+        class_logits, _, rot_logits = net(data.scale(x))
+        wrong += (class_logits[:len(i)].argmax(1) != labels[i]).sum()           # the first n copies are the upright ones
+        if rot_logits is not None:
+            right += (p_z(class_logits, rot_logits).argmax(1) == z).sum()
+            if known:
+                K = rot_logits.shape[1]
+                best = best_head(rot_logits, z)                 # (4n,)
+                pairs = torch.bincount(labels[i].repeat(4) * K + best, minlength=num_classes * K)
+                counts = pairs.view(num_classes, K) + (0 if counts is None else counts)
+    rotation = rot_logits is not None
+    return dict(rotation_accuracy=100 * right.item() / (4 * len(index)) if rotation else None,
+                unlabeled_error=100 * wrong.item() / len(index) if known else None,
+                diversity=counts / counts.sum(1, keepdim=True) if rotation and known else None)
+
+
+def best_head(rot_logits, z):
+    """argmax_j R_j(z|x): which head gives the true rotation the highest probability. (N,)"""
+    log_R = rot_logits.float().log_softmax(-1)                  # (N, K, 4)
+    return log_R[torch.arange(len(z), device=z.device), :, z].argmax(1)
+
+
+def diversity_rows(step, matrix, classes):
+    if matrix is None:
+        return []
+    return [{"step": step, "class": name} | {f"head_{j}": f"{v:.5f}" if v == v else "" for j, v in enumerate(row)}
+            for name, row in zip(classes, matrix.tolist())]     # v != v: no image of that class in the sample
+
+
+# ---------------------------------------------------------------- what a person sees
+
+
+def progress_line(row, steps):
+    cells = [f"step {row['step']}/{steps}"]
+    for name, word in dict(test_error="test error", unlabeled_error="unlabelled error",
+                           rotation_accuracy="rotation accuracy").items():
+        if row[name]:
+            cells.append(f"{word} {float(row[name]):.2f} %")
+    return "   ".join([*cells, f"{float(row['images_per_second']):,.0f} images/s"])
+
+
+def print_config(config, split):
+    for name, value in config.items():
+        print(f"{name:>14}  {value}")
+    print(f"{'images':>14}  " + ", ".join(f"{len(index):,} {part}" for part, index in split.items()), flush=True)
+    kept = (1 - config["bn_momentum"]) ** config["steps"], config["ema"] ** config["steps"]
+    if max(kept) > 0.05:                                        # ours: from here on the tested model is visibly unfinished
+        print(f"note: {config['steps']} steps are few for this preset: {kept[0]:.0%} of the initial BN statistics and "
+              f"{kept[1]:.0%} of the initial weights are left in the model that is tested")
+
+
+def report(config, rows):
+    """Print the run's result and return its final row, as numbers, with the reported error."""
+    last = [float(r["test_error"]) for r in rows[-MEDIAN_OF:]]
+    row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=statistics.median(last))
+    line = (f"{config['out']}: test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluations), "
+            f"{row['test_error']:.2f} % at the end")
+    for paper in csv.DictReader((HERE / "paper_results.csv").open()):
+        if (paper["dataset"], paper["labels"], paper["method"], paper["metric"]) == (
+                config["dataset"], str(config["labels"]), config["method"], "error"):
+            line += f"; the paper: {float(paper['value']):.2f} %"
+            break
+    print(line, flush=True)
+    return row
+
+
+def draw_curve(rows, path, title):
+    import matplotlib
+    matplotlib.use("Agg")                                       # no screen needed
+    from matplotlib import pyplot as plt
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    for name, word in dict(test_error_raw="test, raw weights", unlabeled_error="unlabelled, p(y|x)",
+                           val_error="validation, EMA", test_error="test, EMA").items():
+        points = [(int(r["step"]), float(r[name])) for r in rows if r[name]]
+        if points:
+            axes.plot(*zip(*points), label=word, linewidth=2 if name == "test_error" else 1)
+    axes.set(xlabel="step", ylabel="error (%)", ylim=(0, None), title=title)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
