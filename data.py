@@ -87,32 +87,30 @@ def load_named(dataset, data_dir):
         test = 500                                              # ours: the last 500; the file is ordered by writer
         return {"train": (images[:-test], digits.target[:-test]),
                 "test": (images[-test:], digits.target[-test:])}, [str(i) for i in range(10)]
-    root = Path(data_dir)
     if dataset in ("cifar10", "cifar100"):
         kind = datasets.CIFAR10 if dataset == "cifar10" else datasets.CIFAR100
-        train, test = (fetch(kind, data_dir, kind.url, root / kind.filename, train=t) for t in (True, False))
+        train, test = (fetch(kind, data_dir, [kind.url], data_dir, train=t) for t in (True, False))
         return {"train": (train.data, train.targets), "test": (test.data, test.targets)}, train.classes
     if dataset == "fashion_mnist":
         kind = datasets.FashionMNIST
-        train, test = (fetch(kind, data_dir, kind.mirrors[0], root / "FashionMNIST" / "raw" / "*.gz", train=t)
-                       for t in (True, False))
+        urls = [kind.mirrors[0] + file for file, _ in kind.resources]
+        train, test = (fetch(kind, data_dir, urls, Path(data_dir, kind.__name__, "raw"), train=t) for t in (True, False))
         return {"train": (train.data, train.targets), "test": (test.data, test.targets)}, train.classes
     pieces = {}
     names = {"train": "train", "test": "test"} | ({"unlabeled": "extra"} if dataset == "svhn_extra" else {})
     for part, name in names.items():                            # the extra images are unlabelled; their labels only score
-        url, file, _ = datasets.SVHN.split_list[name]
-        svhn = fetch(datasets.SVHN, data_dir, url, root / file, split=name)
+        svhn = fetch(datasets.SVHN, data_dir, datasets.SVHN.split_list[name][:1], data_dir, split=name)
         pieces[part] = svhn.data.transpose(0, 2, 3, 1), svhn.labels
     return pieces, [str(i) for i in range(10)]
 
 
-def fetch(kind, data_dir, url, file, **which):
+def fetch(kind, data_dir, urls, folder, **which):
     """A torchvision dataset: downloaded and checksummed by torchvision where it is not there yet."""
     try:
         return kind(data_dir, download=True, **which)
     except (OSError, RuntimeError) as error:                    # no network, no space, or a checksum that is wrong
         sys.exit(f"--data_dir {data_dir}: {kind.__name__} is not there and could not be downloaded "
-                 f"({' '.join(str(error).split())[:120]}); fetch {url} by hand and put it at {file}")
+                 f"({' '.join(str(error).split())[:120]}); fetch {' '.join(urls)} by hand and put it into {folder}")
 
 
 def load_npz(path):

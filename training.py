@@ -357,7 +357,7 @@ def sample_of_unlabeled(labels, unlabeled, seed):
 @torch.inference_mode()
 def evaluate(net, ema, images, labels, index, num_classes, p_z):
     """The scores of a row of the log, in percent, None where there is nothing to score; and the diversity matrix."""
-    net.eval()
+    net.eval(), ema.eval()
     scores = score_unlabeled(ema, images, labels, index["sample"], num_classes, p_z)
     matrix = scores.pop("diversity")
     scores["val_error"] = error(ema, images, labels, index["validation"])

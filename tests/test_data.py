@@ -310,7 +310,7 @@ def test_named_datasets_come_from_torchvision(monkeypatch, tmp_path):
             made.data, made.classes = images, [str(i) for i in range(10)]
             setattr(made, targets, labels)
             return made
-        for attribute in "url", "filename", "mirrors", "split_list":
+        for attribute in "url", "mirrors", "resources", "split_list", "__name__":
             if hasattr(getattr(data.datasets, name), attribute):
                 setattr(construct, attribute, getattr(getattr(data.datasets, name), attribute))
         monkeypatch.setattr(data.datasets, name, construct)
@@ -332,7 +332,7 @@ def test_named_datasets_come_from_torchvision(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("dataset, file", [("cifar10", "cifar-10-python.tar.gz"), ("svhn", "train_32x32.mat"),
-                                           ("cifar100", "cifar-100-python.tar.gz"), ("fashion_mnist", "raw")])
+                                           ("cifar100", "cifar-100-python.tar.gz"), ("fashion_mnist", "t10k-labels-idx1-ubyte.gz")])
 def test_a_download_that_fails_says_where_to_put_the_files(monkeypatch, tmp_path, dataset, file):
     def offline(*args, **kwargs):
         raise OSError("no route to host")

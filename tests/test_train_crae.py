@@ -298,6 +298,24 @@ def test_the_script_from_start_to_end(tmp_path):
     assert files == {p.name: p.read_bytes() for p in folder.iterdir()}
 
 
+def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(training, "fit", lambda net, objective, *rest: kept.update(
+        net=net, objective=objective, config=rest[4], p_z=rest[5]))
+    flags = dict(select="random", heads=7, ext1=True, aux=False, rot_dim=5, arch="wrn-16-1", eta=0.3, eta2=0.4,
+                 temperature=0.9, steps=9, batch=3, lr=0.05, weight_decay=0.6, flip=True, labels=20, image_size=16, seed=4)
+    train_crae.train(**flags, device="cpu", out=str(tmp_path / "run"))
+    assert kept["objective"].func is crae_plus and kept["objective"].keywords == dict(
+        select="random", eta=0.3, eta2=0.4, temperature=0.9, ext1=True, ext2=False)
+    assert {k: kept["config"][k] for k in flags} == flags and kept["p_z"] is train_crae.mean_p_z
+    net = kept["net"]
+    assert net.aux is None and net.rotation.out_features == 28 and net.reduce.out_features == 5
+    assert len(net.backbone.blocks) == 6 and net.backbone.bn.momentum == 0.1    # the preset's
+    train_crae.train(eta=0.3, device="cpu", out=str(tmp_path / "run"))
+    assert kept["objective"].func is crae and kept["objective"].keywords == dict(select="marginal", eta=0.3)
+    assert kept["p_z"] is train_crae.log_p_z
+
+
 def test_help_names_every_flag_and_does_not_train(tmp_path):
     for flags in ["--help"], ["--dataset", "cifar10", "--help"], ["-h"]:
         done = run(*flags, cwd=tmp_path)

@@ -49,6 +49,7 @@ def recorded(tmp_path, monkeypatch):
     real = training.evaluate
 
     def objective(net, *rest):
+        kept["sizes"] = len(rest[0]), len(rest[1]), len(rest[2])
         kept["weights"].append([p.detach().clone() for p in net.parameters()])
         kept["net"] = net
         return train_crae.crae(net, *rest, select="marginal", eta=1.0)
@@ -57,10 +58,16 @@ def recorded(tmp_path, monkeypatch):
         kept["evaluated"].append([{k: v.clone() for k, v in m.state_dict().items()} for m in (net, ema)])
         return real(net, ema, *rest)
 
+    def make_optimizer(net, lr, weight_decay):
+        kept["optimizer"] = lr, weight_decay
+        return real_optimizer(net, lr, weight_decay)
+
+    real_optimizer = training.make_optimizer
+    monkeypatch.setattr(training, "make_optimizer", make_optimizer)
     monkeypatch.setattr(training, "evaluate", evaluate)
     monkeypatch.setitem(presets.digits, "ema", 0.6)
     flags = {name: p.default for name, p in inspect.signature(train_crae.train).parameters.items()}
-    flags |= dict(steps=3, batch=4, out=str(tmp_path / "run"), device="cpu")
+    flags |= dict(steps=3, batch=4, lr=0.003, weight_decay=0.05, out=str(tmp_path / "run"), device="cpu")
     config = training.resolve(train_crae.train, flags, "crae")
     images, labels, split, classes = training.load_run(config)
     torch.manual_seed(0)
@@ -84,6 +91,11 @@ def test_ema_averages_weights_by_hand_and_copies_bn_statistics(recorded):
     assert averaged["backbone.bn.num_batches_tracked"] == 3 and averaged["backbone.bn.running_mean"].abs().max() > 0
 
 
+def test_the_loop_uses_the_values_of_the_run(recorded):
+    assert recorded["optimizer"] == (0.003, 0.05) and recorded["sizes"] == (4, 4, 4)
+    assert recorded["row"]["lr"] == 0.003 and recorded["row"]["step"] == 3 and len(recorded["weights"]) == 4
+
+
 def test_model_pt_is_the_ema_model_and_tells_how_to_use_it(recorded):
     saved = torch.load(recorded["out"] / "model.pt", weights_only=True)
     assert saved["classes"] == [str(i) for i in range(10)] and saved["image_size"] == 8
@@ -97,6 +109,32 @@ def test_model_pt_is_the_ema_model_and_tells_how_to_use_it(recorded):
     assert 100 * wrong.item() / len(test) == pytest.approx(recorded["row"]["test_error"])
     _, averaged = recorded["evaluated"][0]
     assert torch.equal(saved["state"]["classifier.weight"], averaged["aux.weight"])      # the auxiliary one is tested
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_batches_come_from_their_own_sets_and_are_flipped_only_where_asked(tmp_path, monkeypatch, flip):
+    """Every image carries its own number as its brightness, and a white left half that only a flip can move."""
+    numbers = np.arange(60, dtype=np.uint8)
+    images = np.broadcast_to(numbers[:, None, None, None], (60, 16, 16, 3)).copy()
+    images[:, :, :8, 0] = 255
+    np.savez(tmp_path / "numbered.npz", train_images=images[:50], train_labels=numbers[:50] % 5,
+             test_images=images[50:], test_labels=numbers[50:] % 5)
+    seen = []
+
+    def objective(net, x_l, y_l, x_u, augment, gen):
+        seen.append((x_l[:, 1, 0, 0], y_l, x_u[:, 1, 0, 0], augment(x_u)[:, 0, 8, [4, 11]]))    # left and right of the middle
+        return {"a": sum(p.sum() for p in net.parameters()) * 0}
+
+    monkeypatch.setattr(train_crae, "crae", lambda *rest, select, eta: objective(*rest))
+    train_crae.train(dataset=str(tmp_path / "numbered.npz"), labels=10, flip=flip, steps=20, batch=4, arch="wrn-10-0.25",
+                     out=str(tmp_path / "run"), device="cpu")
+    x_l, y_l, x_u, sides = (torch.cat(column) for column in zip(*seen))
+    split = np.load(tmp_path / "run" / "split.npz")
+    assert set(x_l.tolist()) == set(split["labeled"]) and torch.equal(y_l, x_l.long() % 5)
+    assert set(x_u.tolist()) == set(split["unlabeled"]) and len(split["unlabeled"]) == 35
+    flipped = (sides[:, 1] == 255) & (sides[:, 0] != 255)
+    assert 0.2 < flipped.float().mean() < 0.8 if flip else not flipped.any()
+    assert (flipped | (sides[:, 0] == 255)).all()
 
 
 def test_logged_losses_are_means_over_the_interval(tmp_path, monkeypatch):
@@ -172,6 +210,27 @@ def test_error_is_the_test_classifiers_on_upright_images():
         assert training.error(net, images, labels, index) == pytest.approx(
             100 * (predicted != labels[index]).float().mean().item())
         assert training.error(net, images, labels, index[:0]) is None
+
+
+def test_which_model_is_scored_on_which_images():
+    images, labels, parts, _ = data.load("digits", "nowhere")
+    nets = []
+    for seed in 0, 1:
+        torch.manual_seed(seed)
+        nets.append(make_model("wrn-10-0.25", 10, 10).train())
+    index = dict(sample=torch.arange(200), validation=torch.arange(200, 500), test=torch.arange(500, 900))
+    scores, matrix = training.evaluate(*nets, images, labels, index, 10, log_p_z)
+    assert nets[0].training and not nets[1].training
+    net, ema = (n.eval() for n in nets)
+    with torch.inference_mode():
+        unlabeled = training.score_unlabeled(ema, images, labels, index["sample"], 10, log_p_z)
+        assert torch.equal(matrix, unlabeled.pop("diversity"))
+        expected = unlabeled | dict(val_error=training.error(ema, images, labels, index["validation"]),
+                                    test_error=training.error(ema, images, labels, index["test"]),
+                                    test_error_raw=training.error(net, images, labels, index["test"]))
+        assert scores == expected and scores["test_error"] != scores["test_error_raw"]
+        assert unlabeled != {k: v for k, v in training.score_unlabeled(
+            net, images, labels, index["sample"], 10, log_p_z).items() if k != "diversity"}
 
 
 def test_the_sample_is_fixed_and_prefers_known_classes():
