@@ -5,8 +5,10 @@ PYTHON ?= python3
 
 .PHONY: demo test
 
+# passive: a thread that waits for another sleeps instead of spinning; somewhat slower on an idle machine, many times
+# faster where other programs keep the cores busy.
 demo: .venv/ready
-	.venv/bin/python train_crae.py --plus --resume
+	OMP_WAIT_POLICY=passive .venv/bin/python train_crae.py --plus --resume
 
 # Two processes of one thread each: most tests wait for imports of torch, not for tensors.
 test: .venv/ready

@@ -58,6 +58,10 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
     gen = torch.Generator(device).manual_seed(0)
     augment = partial(data.augment, flip=True, gen=gen)
 
+    def wait():
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     def step(objective):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             terms = objective(net, images[:batch], labels, images[batch:], augment, gen)
@@ -79,15 +83,14 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
         part()                                                  # warm-up
         times = []
         for _ in range(repeats):
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait()
             start = time.perf_counter()
             part()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            wait()
             times.append(time.perf_counter() - start)
         result[name] = 1e6 * statistics.median(times) / (2 * batch)
-        print(f"{name:<36} {result[name]:12,.1f} us/image   {result[name] / result['augmentation and rotation, batched']:10,.1f} x")
+        ratio = result[name] / result["augmentation and rotation, batched"]
+        print(f"{name:<36} {result[name]:12,.1f} us/image   {ratio:10,.1f} x")
     return result
 
 

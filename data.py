@@ -8,8 +8,8 @@
 Nothing in the training path loops over images or leaves the device. A label of -1 means: not known.
 """
 import functools
+import os
 import sys
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def load(dataset, data_dir, image_size=None):
     """
     if dataset in presets.NAMED:
         pieces, classes = load_named(dataset, data_dir)
-    elif not Path(dataset).exists():
+    elif not os.path.exists(dataset):
         sys.exit(f"--dataset {dataset}: there is no such file or folder, and the known names are "
                  + ", ".join(presets.NAMED))
     elif Path(dataset).is_dir():
@@ -45,6 +45,9 @@ def load(dataset, data_dir, image_size=None):
     else:
         sys.exit(f"--dataset {dataset}: must be a folder, an .npz file or one of " + ", ".join(presets.NAMED))
 
+    for part, (x, _) in pieces.items():
+        if len(x) == 0:
+            sys.exit(f"--dataset {dataset}: its part '{part}' has no images")
     if len(classes) < 2:
         sys.exit(f"--dataset {dataset}: has one class only ({classes[0]}); there must be two or more")
     missing = set(range(len(classes))) - set(np.unique(pieces["train"][1]).tolist())
@@ -54,8 +57,6 @@ def load(dataset, data_dir, image_size=None):
         pieces["test"] = pieces.pop("validation")
     images, labels, parts, start = [], [], {}, 0
     for part, (x, y) in pieces.items():
-        if len(x) == 0:
-            sys.exit(f"--dataset {dataset}: its part '{part}' has no images")
         images.append(to_uint8_rgb(x, image_size, dataset))
         labels.append(torch.as_tensor(y, dtype=torch.int64))
         parts[part] = np.arange(start, start + len(x))
@@ -116,9 +117,9 @@ def fetch(kind, data_dir, urls, folder, **which):
 def load_npz(path):
     """Keys as in MedMNIST: {train,test}_{images,labels}; optional val_images with val_labels, unlabeled_images."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(path, allow_pickle=False) as file:         # no code in it is run
             arrays = {k: file[k] for k in file.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except Exception as error:                                  # whatever a damaged or foreign file makes numpy raise
         sys.exit(f"--dataset {path}: cannot be read as an .npz file of plain arrays ({error})")
     if any(k not in arrays for k in ("train_images", "train_labels")):
         sys.exit(f"--dataset {path}: needs the keys train_images and train_labels (and test_images, test_labels); has "
@@ -128,7 +129,7 @@ def load_npz(path):
         x, y = arrays.get(f"{prefix}_images"), arrays.get(f"{prefix}_labels")
         if x is None:
             continue
-        if x.dtype != np.uint8 or not (x.ndim == 3 or x.ndim == 4 and x.shape[-1] in (1, 3)):
+        if x.dtype != np.uint8 or x.size == 0 or not (x.ndim == 3 or x.ndim == 4 and x.shape[-1] in (1, 3)):
             sys.exit(f"--dataset {path}: {prefix}_images must be uint8 of shape (n, height, width), with a last axis of "
                      f"1 or 3 for colour; is {x.dtype} {x.shape}")
         if y is None and part != "unlabeled":
@@ -145,6 +146,8 @@ def load_npz(path):
             pieces[part] = x, np.full(len(x), -1)
             continue
         y = y.reshape(-1)
+        if part == "train" and y.dtype.kind == "i" and y.min() < 0:
+            sys.exit(f"--dataset {path}: train_labels has {y.min()}; images without a label go into unlabeled_images")
         strange = np.setdiff1d(y, classes)
         if len(strange) and part != "unlabeled":
             sys.exit(f"--dataset {path}: {part} has label {strange[0]}, which train has not")
@@ -191,13 +194,16 @@ def read_image(file, image_size):
     try:
         with Image.open(file) as image:
             image = ImageOps.exif_transpose(image)              # a rotation method must see photographs upright
-            if image.mode.startswith("I"):                      # 16 bits: PIL's own conversion would clip at 255
-                grey = np.asarray(image).astype(np.int64)
-                grey = grey >> 8 if image.mode.startswith("I;16") or grey.max() > 255 else grey
+            if image.mode[0] in "IF":                           # 16 or 32 bits: PIL's own conversion would clip at 255
+                grey = np.asarray(image).astype(np.float64)
+                if image.mode.startswith("I;16") or grey.max() > 255:
+                    grey /= 257
+                elif image.mode == "F" and grey.max() <= 1:
+                    grey *= 255
                 image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
             image = TF.resize(image.convert("RGB"), image_size, antialias=True)
             return np.asarray(TF.center_crop(image, image_size))
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:   # what PIL raises for bad files
+    except Exception as error:                                  # PIL raises many things for bad files
         sys.exit(f"--dataset: cannot read the image {file} ({error}); mend or remove it")
 
 
@@ -233,8 +239,8 @@ def make_split(labels, parts, n_labels, validation, seed):
     num_classes = len(np.unique(labels[train]))
     if "test" in parts:
         test = parts["test"]
-    else:                                                       # the same images whatever the seed  # ours: 10 %
-        test, train = draw(labels, train, round(0.1 * len(train)), np.random.default_rng(0))
+    else:                                                       # ours: 10 %, the same images whatever the seed
+        test, train = draw(labels, train, max(1, round(0.1 * len(train))), np.random.default_rng(0))
         print(f"no test part: {len(test)} of {len(test) + len(train)} training images (10 %) are held out as the test set")
     given = parts.get("unlabeled", np.arange(0))
 
@@ -319,7 +325,7 @@ def scale(x):
 
 
 def mix(x, gen):
-    """Ext. 2: x_mix = alpha x_i + (1 - alpha) x_j, alpha ~ U[0.5, 1] an image, x_j by a permutation of all of them."""
+    """Ext. 2: x_mix = alpha x_i + (1 - alpha) x_j. ours: alpha ~ U[0.5, 1] an image, x_j by a permutation of all."""
     alpha = 0.5 + 0.5 * torch.rand(len(x), 1, 1, 1, generator=gen, device=x.device)
     partner = torch.randperm(len(x), generator=gen, device=x.device)
     return alpha * x + (1 - alpha) * x[partner]

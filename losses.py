@@ -43,9 +43,10 @@ def independent_rotation_loss(rot_logits, z):
 def sharpen(p, T):
     """Eq. 3: p_i^(1/T) / sum_j p_j^(1/T), in log space so that a small T underflows to a one-hot, not to 0/0. (N, C)"""
     tiny = torch.finfo(torch.float32).tiny                      # log(0) would give 0 * inf in the gradient
-    return F.softmax(p.float().clamp_min(tiny).log() / T, dim=-1)
+    log_p = p.float().clamp_min(tiny).log()
+    return F.softmax((log_p - log_p.amax(-1, keepdim=True)) / T, dim=-1)
 
 
 def soft_cross_entropy(logits, target):
-    """L_ce(p(y|x), p_hat), the mean over images; the target is a distribution (N, C) and gets no gradient."""
-    return F.cross_entropy(logits.float(), target.detach().float())
+    """L_ce(p(y|x), p_hat), the mean over images; the target is a distribution (N, C)."""
+    return F.cross_entropy(logits.float(), target.float())

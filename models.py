@@ -116,13 +116,13 @@ class Net(nn.Module):
         self.backbone = backbone
         self.classifier = nn.Linear(features, num_classes)
         self.aux = nn.Linear(features, num_classes) if aux else None
-        # The paper's dimension reduction: one linear map in front of all rotation heads. No bias: the heads have theirs.
+        # The paper's dimension reduction, in front of all rotation heads. ours: linear, no bias (the heads have theirs).
         self.reduce = nn.Linear(features, rot_dim, bias=False) if rot_heads and rot_dim else None
         self.rotation = nn.Linear(rot_dim or features, 4 * rot_heads) if rot_heads else None     # K heads in one matrix
         for head in filter(None, (self.classifier, self.aux, self.reduce)):
             init_(head.weight)
         if rot_heads:
-            for R_k in self.rotation.weight.split(4):           # each head by its own fan-out, 4
+            for R_k in self.rotation.weight.split(4):           # ours: each head by its own fan-out, 4
                 init_(R_k)
         for head in filter(None, (self.classifier, self.aux, self.rotation)):
             nn.init.zeros_(head.bias)

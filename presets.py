@@ -8,6 +8,7 @@
     rot_dim       dimension reduction in front of the rotation heads; None: no reduction
     image_size    None: as the images come
 """
+import os
 
 # Table: Experimental details, with MixMatch's ema and bn_momentum (the paper follows its settings).
 cifar10 = dict(labels=250, validation=5000, arch="wrn-28-2", steps=1024 * 1024, epoch=1024, batch=64, lr=0.002,
@@ -30,7 +31,7 @@ digits = dict(labels=100, validation=0.1, arch="wrn-10-2", steps=800, epoch=20, 
 
 # ours: a person's own .npz file or folder. CIFAR-10's values, a sixteenth of its steps, and no flip, which is right
 # for letters, digits and many medical pictures; --flip for photographs.
-own_npz = dict(labels=None, validation=0.1, arch="wrn-28-2", steps=64 * 1024, epoch=1024, batch=64, lr=0.002,
+own_npz = dict(labels=None, validation=0, arch="wrn-28-2", steps=64 * 1024, epoch=1024, batch=64, lr=0.002,
                weight_decay=0.02, ema=0.999, bn_momentum=0.001, rot_dim=None, flip=False, image_size=None)
 own_folder = dict(own_npz, image_size=32)
 
@@ -39,7 +40,7 @@ NAMED = dict(digits=digits, cifar10=cifar10, cifar100=cifar100, svhn=svhn, svhn_
 
 
 def for_dataset(dataset):
-    """The preset of a named dataset, or of a path by its ending."""
+    """The preset of a named dataset, or of a path."""
     if dataset in NAMED:
         return dict(NAMED[dataset])
-    return dict(own_npz if dataset.endswith(".npz") else own_folder)
+    return dict(own_folder if os.path.isdir(dataset) else own_npz)

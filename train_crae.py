@@ -33,14 +33,17 @@ def crae(model, x_l, y_l, x_u, augment, gen, *, select, eta):
 
 
 def crae_plus(model, x_l, y_l, x_u, augment, gen, *, select, eta, eta2, temperature, ext1=True, ext2=True):
-    """Algorithm 2, Eq. 4; either extension can be left out."""
+    """Algorithm 2, Eq. 4; either extension can be left out.
+
+    ours: only the unmixed pass updates BN's running statistics; the mixed one uses its own batch's and updates nothing.
+    """
     x, y_l, z = rotated_batch(x_l, y_l, x_u, augment)           # Alg. 2, line 2
-    class_logits, aux_logits, rot_logits = model(x)             # this pass alone updates BN's running statistics
+    class_logits, aux_logits, rot_logits = model(x)             # (N, C), (N, C), (N, K, 4)
     terms = class_terms(class_logits, aux_logits, y_l)          # Alg. 2, line 3
     if ext1:
         logits_u = class_logits[len(y_l):]                      # (4B, C)
         p_bar = logits_u.float().softmax(-1).unflatten(0, (4, -1)).mean(0)      # over the four rotations, (B, C)
-        p_hat = sharpen(p_bar, temperature).detach()            # Alg. 2, line 4: Eq. 3
+        p_hat = sharpen(p_bar, temperature).detach()            # Alg. 2, line 4: Eq. 3; ours: no gradient
         terms["ext1"] = eta2 * soft_cross_entropy(logits_u, p_hat.repeat(4, 1))         # Alg. 2, line 5
     if ext2:
         x_mix = mix(x, gen)                                     # Alg. 2, line 6
@@ -52,14 +55,14 @@ def crae_plus(model, x_l, y_l, x_u, augment, gen, *, select, eta, eta2, temperat
 
 
 def rotated_batch(x_l, y_l, x_u, augment):
-    """All four rotations of every image, one crop for the four: x (N, 3, H, W) labelled first, y (4B,), z (N,), N = 8B."""
+    """x (N, 3, H, W) labelled first, y (4B,), z (N,), N = 8B. ours: all four rotations of every image, from one crop."""
     x_l, z_l = rotate4(augment(x_l))                            # (4B, 3, H, W), (4B,)
     x_u, z_u = rotate4(augment(x_u))
     return scale(torch.cat([x_l, x_u])), y_l.repeat(4), torch.cat([z_l, z_u])
 
 
 def class_terms(class_logits, aux_logits, y_l):
-    """L_ce(p(y|x_l), y_l) on all rotated copies; the auxiliary classifier sees nothing but these labels."""
+    """L_ce(p(y|x_l), y_l), ours: on all rotated copies; the auxiliary classifier sees only these, weight 1."""
     n = len(y_l)
     terms = {"class": F.cross_entropy(class_logits[:n].float(), y_l)}
     if aux_logits is not None:
@@ -68,7 +71,7 @@ def class_terms(class_logits, aux_logits, y_l):
 
 
 def rotation_loss(class_logits, rot_logits, y_l, z, select, gen):
-    """L_ce(p(z|x), z), the mean over all copies, labelled (the first ones) and unlabelled. A scalar.
+    """L_ce(p(z|x), z); ours: the mean over all copies, labelled (the first ones) and unlabelled. A scalar.
 
     select: who chooses the rotation head? marginal: p(y|x), Eq. 1. The ensemble baselines of the ablation: detach, the
     same without gradient into p(y|x); random, a die an image; independent, nobody: every head learns from every image.
@@ -97,7 +100,8 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
           ext2: bool = False, select: Literal["marginal", "random", "independent", "detach"] = "marginal",
           heads: int | None = None, aux: bool = True, rot_dim: int | None = None, arch: str | None = None,
           steps: int | None = None, batch: int | None = None, lr: float | None = None,
-          weight_decay: float | None = None, eta: float = 1.0, eta2: float = 1.0, temperature: float = 0.5,
+          weight_decay: float | None = None, eta: float = 1.0, eta2: float = 1.0,      # ours, no ramp-up
+          temperature: float = 0.5,                             # MixMatch
           flip: bool | None = None, image_size: int | None = None, seed: int = 0, data_dir: str = "data",
           out: str | None = None, device: str | None = None, resume: bool = False) -> dict:
     """Flags, each as --name value or --name=value; a true-or-false flag also as --name or --noname.
@@ -145,6 +149,7 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
         sys.exit("--heads 0: leaves no rotation branches for --plus, --ext2, --select or --rot_dim; --ext1 is possible")
     config = training.resolve(train, flags, method_name(ext1, ext2, select, heads, aux),
                               unnamed=("plus", "ext1", "ext2", "select", "heads", "aux"))
+    config |= dict(ext1=ext1, ext2=ext2)                        # --plus is both
     row = training.check_folder(config)
     if row:
         return row

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import platform
+import re
 import shlex
 import signal
 import statistics
@@ -58,9 +59,9 @@ def command_line(train, argv=None):
     @fire.decorators.SetParseFn(str)                            # every value as it was typed
     def gather(*args, **kwargs):
         words.extend(args)
-        flags.update(kwargs)
+        flags.update({name.removeprefix("given_"): text for name, text in kwargs.items()})
 
-    fire.Fire(gather, command=argv)
+    fire.Fire(gather, command=[re.sub(r"^--?(?=[A-Za-z])", "--given_", word) for word in argv])    # else --normal is not rmal
     if words:
         sys.exit(f"{words[0]}: not a flag; flags are written --name value, and --help lists them")
     hints = {name: hint for name, hint in typing.get_type_hints(train).items() if name != "return"}
@@ -69,10 +70,13 @@ def command_line(train, argv=None):
             if flags.pop(name) != "True":
                 sys.exit(f"--{name}: takes no value; write --{name[2:]}=True or --{name}")
             flags[name[2:]] = "False"
-    for name in flags:
+    typed = {word for word in argv} | {word.partition("=")[2] for word in argv}
+    for name, text in flags.items():
         if name not in hints:
             close = difflib.get_close_matches(name, hints, n=1)
             sys.exit(f"--{name}: no such flag; " + (f"did you mean --{close[0]}?" if close else "--help lists the flags"))
+        if text == "True" and hints[name] not in (bool, bool | None) and text not in typed:      # Fire's word for no value
+            sys.exit(f"--{name}: needs a value")
     return train(**{name: parse(name, text, hints[name]) for name, text in flags.items()})
 
 
@@ -103,10 +107,11 @@ def resolve(train, flags, method, unnamed=()):
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
     for name in "steps", "batch", "lr", "image_size", "rot_dim", "labels":
         if config[name] is not None and not (0 < config[name] < math.inf):
-            sys.exit(f"--{name} {config[name]}: must be more than 0")
-    for name in "weight_decay", "seed":
-        if not (0 <= config[name] < math.inf):
-            sys.exit(f"--{name} {config[name]}: must be 0 or more")
+            sys.exit(f"--{name} {config[name]}: must be more than 0, and finite")
+    if not 0 <= config["weight_decay"] < math.inf:
+        sys.exit(f"--weight_decay {config['weight_decay']}: must be 0 or more, and finite")
+    if not 0 <= config["seed"] < 2 ** 32:
+        sys.exit(f"--seed {config['seed']}: must be 0 or more, and less than 2^32")
     check_arch(config["arch"])
     config["device"] = check_device(config["device"])
 
@@ -125,12 +130,17 @@ def resolve(train, flags, method, unnamed=()):
 
 
 def check_device(device):
-    if device is None:
-        return "cuda" if torch.cuda.is_available() else "cpu"
+    """The device, set up for speed; without a name the GPU where there is one."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise RuntimeError
         torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):         # unknown word; no such device; torch without it
+    except (RuntimeError, AssertionError):                      # no such device; torch built without CUDA
         sys.exit(f"--device {device}: torch has no such device here; leave the flag out, or give cpu, cuda or cuda:<number>")
+    if device != "cpu":
+        torch.set_float32_matmul_precision("high")              # TF32 where autocast leaves float32
+        torch.backends.cudnn.benchmark = True                   # all training batches have one shape
     return device
 
 
@@ -140,14 +150,17 @@ def check_device(device):
 def check_folder(config):
     """Refuse a folder that is in use, or whose run had other flags; the final row if its run is finished, else None."""
     out = Path(config["out"])
-    inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes] if out.is_dir() else out.exists()
+    inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes] if os.path.isdir(out) else os.path.exists(out)
     if not inside:
         return None
     if not config["resume"]:
         sys.exit(f"--out {out}: exists already; add --resume to continue that run, or give another --out")
     if not (out / "config.json").exists():
         sys.exit(f"--out {out}: is not a run's folder; give another --out")
-    saved = json.loads((out / "config.json").read_text())
+    try:
+        saved = json.loads((out / "config.json").read_text())
+    except ValueError:
+        sys.exit(f"--out {out}: its config.json is damaged; give another --out")
     for name, value in config.items():
         may_differ = name in ("out", "device", "data_dir", "command", "resume") or name == "steps" and value > saved[name]
         if not may_differ and saved.get(name) != value:
@@ -172,8 +185,8 @@ def load_run(config):
     return images, labels, split, classes
 
 
-def write_config(config, split):
-    """config.json with all resolved values and what is needed to repeat the run, and split.npz."""
+def write_config(config, split, resolved):
+    """config.json with all values, given and resolved, and what is needed to repeat the run; and split.npz."""
     out = Path(config["out"])
     git = partial(subprocess.run, cwd=HERE, capture_output=True, text=True)
     try:
@@ -183,7 +196,7 @@ def write_config(config, split):
         commit, changed = "", False
     versions = dict(python=platform.python_version(), torch=torch.__version__, torchvision=torchvision.__version__,
                     numpy=np.__version__, cuda=torch.version.cuda)
-    record = config | dict(versions=versions, git_commit=commit or None, git_changed=changed)
+    record = config | dict(resolved=resolved, versions=versions, git_commit=commit or None, git_changed=changed)
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
@@ -240,13 +253,14 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
 
     p_z(class_logits, rot_logits) gives log p(z|x), for the logged accuracy of the rotation.
     """
-    print_config(config, split)
-    write_config(config, split)
+    resolved = dict(num_classes=len(classes), image_size=images.shape[-1], images={k: len(i) for k, i in split.items()},
+                    rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
+                    parameters=sum(p.numel() for p in net.parameters()))
+    print_config(config, resolved)
+    write_config(config, split, resolved)
+    Path(config["out"], "model.pt").unlink(missing_ok=True)     # its being there says that the run is finished
     steps, epoch, batch, seed, out = (config[k] for k in ("steps", "epoch", "batch", "seed", "out"))
     device = torch.device(config["device"])
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")              # TF32 where autocast leaves float32
-        torch.backends.cudnn.benchmark = True                   # all batches have one shape
     images, labels = images.to(device), labels.to(device)       # uint8, for the whole run
     index = {part: torch.as_tensor(i, device=device) for part, i in split.items()}
     index["sample"] = sample_of_unlabeled(labels, index["unlabeled"], seed)
@@ -315,15 +329,15 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
                 sys.exit(128 + stop[0])
 
     info = dict(arch=config["arch"], image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
-    write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
     write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
+    write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
     return report(config, rows)
 
 
 def check_finite(losses, step, out):
     for name, value in losses.items():
         if not math.isfinite(value):
-            sys.exit(f"{name} is not finite at step {step}; the last good state is in {out}; a smaller --lr may help")
+            sys.exit(f"{name} is not finite at step {step}; what was saved before is in {out}; a smaller --lr may help")
 
 
 @contextmanager
@@ -425,10 +439,12 @@ def progress_line(row, steps):
     return "   ".join([*cells, f"{float(row['images_per_second']):,.0f} images/s"])
 
 
-def print_config(config, split):
+def print_config(config, resolved):
     for name, value in config.items():
         print(f"{name:>14}  {value}")
-    print(f"{'images':>14}  " + ", ".join(f"{len(index):,} {part}" for part, index in split.items()), flush=True)
+    print(f"{'images':>14}  " + ", ".join(f"{n:,} {part}" for part, n in resolved["images"].items()))
+    print(f"{'network':>14}  {resolved['parameters']:,} parameters, {resolved['rotation_heads']} rotation heads, "
+          f"{resolved['num_classes']} classes, {resolved['image_size']} pixels", flush=True)
     kept = (1 - config["bn_momentum"]) ** config["steps"], config["ema"] ** config["steps"]
     if max(kept) > 0.05:                                        # ours: from here on the tested model is visibly unfinished
         print(f"note: {config['steps']} steps are few for this preset: {kept[0]:.0%} of the initial BN statistics and "
@@ -441,8 +457,10 @@ def report(config, rows):
     row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=statistics.median(last))
     line = (f"{config['out']}: test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluations), "
             f"{row['test_error']:.2f} % at the end")
+    preset = presets.for_dataset(config["dataset"])
+    as_in_paper = all(config[k] == v for k, v in preset.items() if k != "labels")       # its steps, network, ...
     for paper in csv.DictReader((HERE / "paper_results.csv").open()):
-        if (paper["dataset"], paper["labels"], paper["method"], paper["metric"]) == (
+        if as_in_paper and (paper["dataset"], paper["labels"], paper["method"], paper["metric"]) == (
                 config["dataset"], str(config["labels"]), config["method"], "error"):
             line += f"; the paper: {float(paper['value']):.2f} %"
             break
@@ -460,7 +478,8 @@ def draw_curve(rows, path, title):
         points = [(int(r["step"]), float(r[name])) for r in rows if r[name]]
         if points:
             axes.plot(*zip(*points), label=word, linewidth=2 if name == "test_error" else 1)
-    axes.set(xlabel="step", ylabel="error (%)", ylim=(0, None), title=title)
+    axes.set(xlabel="step", ylabel="error (%)", ylim=(0, None))
+    axes.set_title(title, parse_math=False)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

@@ -61,6 +61,18 @@ def test_digits_and_house_numbers_are_never_flipped():
         digits=False, cifar10=True, cifar100=True, svhn=False, svhn_extra=False, fashion_mnist=True)
 
 
+def test_presets_are_the_papers_table():
+    table = dict(cifar10=("wrn-28-2", 5000, 1024, 0.02), svhn=("wrn-28-2", 7325, 500, 0.02), cifar100=("wrn-28-8.4375", 5000, 300, 0.04),
+                 svhn_extra=("wrn-28-2", 7325, 500, 0.0001))
+    for name, (arch, validation, epochs, weight_decay) in table.items():
+        preset = presets.NAMED[name]
+        assert (preset["arch"], preset["validation"], preset["steps"], preset["weight_decay"]) == (
+            arch, validation, epochs * 1024, weight_decay)
+        assert (preset["batch"], preset["lr"], preset["epoch"], preset["ema"], preset["bn_momentum"]) == (
+            64, 0.002, 1024, 0.999, 0.001)
+    assert presets.cifar100["labels"] == 10_000 and len({frozenset(p) for p in presets.NAMED.values()}) == 1
+
+
 def test_scale_is_mixmatch():
     x = torch.arange(256, dtype=torch.uint8)
     torch.testing.assert_close(data.scale(x), torch.tensor([i * 2 / 255 - 1 for i in range(256)]), atol=1e-6, rtol=0)
@@ -223,6 +235,9 @@ def test_image_size_and_names_of_classes(tmp_path):
     (dict(train_images=np.zeros((40, 16, 16, 3), np.uint8)), "different sizes"),
     (dict(train_images=np.zeros((40, 4, 4, 3), np.uint8)), "too small"),
     (dict(train_labels=np.array([{}] * 40, object)), "plain arrays"),
+    (dict(train_labels=np.arange(40) % 4 - 1), "unlabeled_images"),
+    (dict(train_images=np.zeros((40, 0, 8, 3), np.uint8)), "must be uint8 of shape"),
+    (dict(train_images=np.zeros((0, 8, 8, 3), np.uint8), train_labels=np.zeros(0, int)), "must be uint8 of shape"),
 ])
 def test_bad_npz(tmp_path, changes, message):
     with pytest.raises(SystemExit, match=message) as stop:
@@ -231,7 +246,11 @@ def test_bad_npz(tmp_path, changes, message):
 
 
 def test_an_npz_that_is_none(tmp_path):
-    for content in b"", b"hello", b"PK\x03\x04 cut off":
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    np.savez_compressed(tmp_path / "whole.npz", train_images=np.zeros((40, 8, 8, 3), np.uint8))
+    damaged = bytearray((tmp_path / "whole.npz").read_bytes())
+    damaged[80:120] = b"x" * 40
+    for content in b"", b"hello", b"PK\x03\x04 cut off", (tmp_path / "array.npy").read_bytes(), bytes(damaged):
         (tmp_path / "x.npz").write_bytes(content)
         with pytest.raises(SystemExit, match="cannot be read"):
             data.load(str(tmp_path / "x.npz"), "nowhere")
@@ -250,17 +269,17 @@ def make_folder(root, parts=("train", "test"), classes=("a b", "ö"), n=6):
 def test_folder_of_any_size_and_mode(tmp_path):
     root = make_folder(tmp_path / "pictures", ("train", "val"))
     modes = dict(L=90, RGBA=(90,) * 3 + (255,), P=0, CMYK=(165,) * 3 + (0,), LA=(90, 255))
-    modes["1"], modes["I;16"] = 1, 90 * 257
+    modes["1"], modes["I;16"], modes["F"] = 1, 90 * 257, 90 / 255
     for mode, colour in modes.items():
-        end = {"CMYK": "jpg"}.get(mode, "png")
+        end = {"CMYK": "jpg", "F": "tif"}.get(mode, "png")
         Image.new(mode, (9, 40), colour).save(tmp_path / "pictures" / "train" / "ö" / f"z_{mode.replace(';', '')}.{end}")
     (tmp_path / "pictures" / "unlabeled" / "deep").mkdir(parents=True)
     Image.new("L", (1, 1), 5).save(tmp_path / "pictures" / "unlabeled" / "deep" / "dot.PNG")
     images, labels, parts, classes = data.load(root, "nowhere", image_size=16)
-    assert images.shape == (12 + 7 + 12 + 1, 3, 16, 16) and classes == ["a b", "ö"]
-    assert {k: len(v) for k, v in parts.items()} == dict(train=19, unlabeled=1, test=12)        # val/ is the test part
-    by_mode = dict(zip(sorted(modes, key=lambda m: f"z_{m.replace(';', '')}"), images[12:19]))
-    for mode in "L", "RGBA", "CMYK", "LA", "I;16":
+    assert images.shape == (12 + 8 + 12 + 1, 3, 16, 16) and classes == ["a b", "ö"]
+    assert {k: len(v) for k, v in parts.items()} == dict(train=20, unlabeled=1, test=12)        # val/ is the test part
+    by_mode = dict(zip(sorted(modes, key=lambda m: f"z_{m.replace(';', '')}"), images[12:20]))
+    for mode in "L", "RGBA", "CMYK", "LA", "I;16", "F":
         assert (by_mode[mode].int() - 90).abs().max() <= 2, mode
     assert (images[parts["unlabeled"]] == 5).all() and labels[parts["unlabeled"]].tolist() == [-1]
 

@@ -286,7 +286,8 @@ def test_the_script_from_start_to_end(tmp_path):
     config = json.loads((folder / "config.json").read_text())
     assert config["lr"] == 0.001 and config["weight_decay"] == 0.02 and config["versions"]["torch"] == torch.__version__
     assert config["command"] == "python train_crae.py --plus --arch=wrn-10-0.25 --steps=4 --batch=4 --lr=0.001 --device=cpu"
-    assert config["labels"] == 100 and "git_commit" in config
+    assert config["labels"] == 100 and "git_commit" in config and config["ext1"] and config["ext2"]
+    assert config["resolved"]["rotation_heads"] == 10 and config["resolved"]["image_size"] == 8
     header = (folder / "log.csv").read_text().splitlines()[0]
     assert header == ("step,epoch,seconds,images_per_second,lr,loss_class,loss_aux,loss_ext1,loss_rotation,"
                       "rotation_accuracy,unlabeled_error,val_error,test_error,test_error_raw")
@@ -334,7 +335,9 @@ BAD = {
     "--device cuda:99": "--device", "--device tpu9": "--device", "--select best": "marginal, random", "--heads -1": "--heads",
     "--heads 3": "--heads", "--heads 0 --plus": "--heads", "--rot_dim 0": "--rot_dim", "--seed -1": "--seed",
     "--image_size 4": "--image_size", "--plus - --seed 1": "lone", "--noplus=3": "--noplus", "--flip 1": "--flip",
-    "--out train_crae.py": "--out", "--resume --out folder": "--out",
+    "--out train_crae.py": "--out", "--resume --out folder": "--out", "--out": "--out: needs", "--noout": "--noout",
+    "--normalize": "--normalize", "--device meta": "--device", "--seed 4294967296": "--seed", "--lr 1e400": "--lr",
+    "--resume --out damaged": "damaged", f"--dataset {'x' * 300}": "no such file", "-labels 5": "--labels",
 }
 
 
@@ -344,11 +347,13 @@ def test_bad_input_is_one_line_before_any_work(flags, tmp_path, monkeypatch, cap
     (tmp_path / "train_crae.py").touch()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "something").touch()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").touch()
     monkeypatch.setattr(training, "fit", lambda *a, **k: pytest.fail("training began"))
     with pytest.raises(SystemExit) as stop:
         training.command_line(train_crae.train, flags.split())
     assert isinstance(stop.value.code, str) and "\n" not in stop.value.code and BAD[flags] in stop.value.code
-    assert {p.name for p in tmp_path.iterdir()} == {"train_crae.py", "folder"} and capsys.readouterr().out == ""
+    assert {p.name for p in tmp_path.iterdir()} == {"train_crae.py", "folder", "damaged"} and capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize("flags", ["--epochs 3", "--plus=maybe", "word", "--dataset nothing", "--steps -5"])

@@ -131,7 +131,7 @@ def test_batches_come_from_their_own_sets_and_are_flipped_only_where_asked(tmp_p
     x_l, y_l, x_u, sides = (torch.cat(column) for column in zip(*seen))
     split = np.load(tmp_path / "run" / "split.npz")
     assert set(x_l.tolist()) == set(split["labeled"]) and torch.equal(y_l, x_l.long() % 5)
-    assert set(x_u.tolist()) == set(split["unlabeled"]) and len(split["unlabeled"]) == 35
+    assert set(x_u.tolist()) == set(split["unlabeled"]) and len(split["unlabeled"]) == 40
     flipped = (sides[:, 1] == 255) & (sides[:, 0] != 255)
     assert 0.2 < flipped.float().mean() < 0.8 if flip else not flipped.any()
     assert (flipped | (sides[:, 0] == 255)).all()
@@ -245,11 +245,12 @@ def test_the_sample_is_fixed_and_prefers_known_classes():
 
 def test_reported_error_is_the_median_of_the_last_20_beside_the_papers(capsys):
     rows = [dict(step=str(i), test_error=str(float(i))) for i in range(1, 31)]
-    config = dict(out="runs/x", dataset="cifar10", labels=250, method="crae_plus")
+    config = presets.cifar10 | dict(out="runs/x", dataset="cifar10", labels=250, method="crae_plus")
     assert training.report(config, rows)["median_test_error"] == 20.5           # of 11 .. 30
     assert capsys.readouterr().out == ("runs/x: test error 20.50 % (median of the last 20 evaluations), 30.00 % at the "
                                        "end; the paper: 10.76 %\n")
-    training.report(config | dict(dataset="digits"), rows)
+    training.report(config | dict(steps=20), rows)              # not the paper's setting
+    training.report(config | presets.digits | dict(dataset="digits"), rows)
     assert "the paper" not in capsys.readouterr().out
 
 
@@ -281,6 +282,22 @@ def test_resume_uses_the_saved_split_and_refuses_other_flags(tmp_path):
     assert np.array_equal(training.load_run(config)[2]["labeled"], saved["labeled"])
     row = train_crae.train(**flags | dict(steps=3), resume=True)                # a run may be made longer
     assert row["step"] == 3
+
+
+def test_a_run_that_is_made_longer_is_finished_only_with_its_new_model(tmp_path, monkeypatch):
+    flags = dict(batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run$x^"), device="cpu")
+    train_crae.train(**flags, steps=2)
+    old = (tmp_path / "run$x^" / "model.pt").read_bytes()
+
+    def die(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training, "draw_curve", die)              # killed between the last row and the model
+        with pytest.raises(KeyboardInterrupt):
+            train_crae.train(**flags, steps=4, resume=True)
+    train_crae.train(**flags, steps=4, resume=True)
+    assert (tmp_path / "run$x^" / "model.pt").read_bytes() != old
 
 
 # ---------------------------------------------------------------- resume
