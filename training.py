@@ -61,7 +61,8 @@ def command_line(train, argv=None):
         words.extend(args)
         flags.update({name.removeprefix("given_"): text for name, text in kwargs.items()})
 
-    fire.Fire(gather, command=[re.sub(r"^--?(?=[A-Za-z])", "--given_", word) for word in argv])    # else --normal is not rmal
+    # With a prefix in front, Fire does not take --normal for "no rmal".
+    fire.Fire(gather, command=[re.sub(r"^--?(?=[A-Za-z])", "--given_", word) for word in argv])
     if words:
         sys.exit(f"{words[0]}: not a flag; flags are written --name value, and --help lists them")
     hints = {name: hint for name, hint in typing.get_type_hints(train).items() if name != "return"}
@@ -70,12 +71,13 @@ def command_line(train, argv=None):
             if flags.pop(name) != "True":
                 sys.exit(f"--{name}: takes no value; write --{name[2:]}=True or --{name}")
             flags[name[2:]] = "False"
-    typed = {word for word in argv} | {word.partition("=")[2] for word in argv}
+    typed = {*argv, *(word.partition("=")[2] for word in argv)}
     for name, text in flags.items():
         if name not in hints:
             close = difflib.get_close_matches(name, hints, n=1)
             sys.exit(f"--{name}: no such flag; " + (f"did you mean --{close[0]}?" if close else "--help lists the flags"))
-        if text == "True" and hints[name] not in (bool, bool | None) and text not in typed:      # Fire's word for no value
+        no_value = text == "True" and text not in typed         # what Fire puts in its place
+        if no_value and hints[name] not in (bool, bool | None):
             sys.exit(f"--{name}: needs a value")
     return train(**{name: parse(name, text, hints[name]) for name, text in flags.items()})
 
@@ -121,8 +123,8 @@ def resolve(train, flags, method, unnamed=()):
     for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", *unnamed}:
         changed.pop(name, None)
     if not config["out"]:
-        name = [Path(config["dataset"]).resolve().name.removesuffix(".npz"), config["labels"] or "all", method, config["seed"],
-                *(f"{k}{v}" for k, v in changed.items())]
+        dataset = Path(config["dataset"]).resolve().name.removesuffix(".npz")
+        name = [dataset, config["labels"] or "all", method, config["seed"], *(f"{k}{v}" for k, v in changed.items())]
         config["out"] = str(Path("runs", "_".join(map(str, name))))
     words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
     config["command"] = " ".join(["python", Path(inspect.getsourcefile(train)).name, *words])
@@ -197,6 +199,8 @@ def write_config(config, split, resolved):
     versions = dict(python=platform.python_version(), torch=torch.__version__, torchvision=torchvision.__version__,
                     numpy=np.__version__, cuda=torch.version.cuda)
     record = config | dict(resolved=resolved, versions=versions, git_commit=commit or None, git_changed=changed)
+    if (out / "config.json").exists():                          # a resumed run keeps the record of its start
+        record = json.loads((out / "config.json").read_text()) | dict(steps=config["steps"])
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
@@ -314,7 +318,7 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
                 row = dict(step=run["step"], epoch=run["step"] / epoch, seconds=run["seconds"] + passed,
                            images_per_second=2 * batch * (run["step"] - tick_step) / passed,
                            lr=optimizer.param_groups[0]["lr"], **losses, **scores)
-                rows.append({k: "" if v is None else f"{v:.7g}" for k, v in row.items()})
+                rows.append({k: "" if v is None else v if isinstance(v, int) else f"{v:.7g}" for k, v in row.items()})
                 write_rows(log, rows[-1:], "a")
                 write_rows(matrices, diversity_rows(run["step"], matrix, classes), "a")
                 run.update(row_step=run["step"], seconds=run["seconds"] + passed, terms={})
