@@ -1,8 +1,9 @@
-"""Speed of a CRAE+ step and of its parts, in microseconds an image, all measured in one run.
+"""Speed of a CRAE+ step and of its parts, in microseconds an image, and its memory, all measured in one run.
 
     python benchmark.py                                         WRN-28-2 at 32 pixels, 64 + 64 images a step
     python benchmark.py --arch wrn-10-1 --batch 16
 """
+import resource
 import statistics
 import sys
 import time
@@ -91,6 +92,12 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
         result[name] = 1e6 * statistics.median(times) / (2 * batch)
         ratio = result[name] / result["augmentation and rotation, batched"]
         print(f"{name:<36} {result[name]:12,.1f} us/image   {ratio:10,.1f} x")
+    if device.type == "cuda":
+        result["peak memory"] = torch.cuda.max_memory_allocated(device) / 2 ** 30
+    else:                                                       # of the whole process; macOS counts bytes, Linux KiB
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        result["peak memory"] = peak / (2 ** 30 if sys.platform == "darwin" else 2 ** 20)
+    print(f"{'peak memory':<36} {result['peak memory']:12,.1f} GiB")
     return result
 
 

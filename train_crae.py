@@ -108,7 +108,8 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     What is not given comes from the dataset's preset in presets.py, the paper's table.
 
     --dataset       digits (embedded; the default), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
-                    a file my.npz (train_images, train_labels, test_images, test_labels, unlabeled_images) or
+                    a file my.npz (train_images, train_labels, test_images, test_labels, and where you have them
+                    unlabeled_images, val_images, val_labels) or
                     a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)
     --labels        number of labelled images to draw from train; own data without it: all of train is labelled
     --plus          CRAE+: both extensions

@@ -79,7 +79,11 @@ def command_line(train, argv=None):
         no_value = text == "True" and text not in typed         # what Fire puts in its place
         if no_value and hints[name] not in (bool, bool | None):
             sys.exit(f"--{name}: needs a value")
-    return train(**{name: parse(name, text, hints[name]) for name, text in flags.items()})
+    values = {name: parse(name, text, hints[name]) for name, text in flags.items()}
+    try:
+        return train(**values)
+    except KeyboardInterrupt:                                   # while data is loaded, or a second Ctrl-C
+        sys.exit(130)
 
 
 def parse(name, text, hint):
@@ -448,18 +452,19 @@ def print_config(config, resolved):
         print(f"{name:>14}  {value}")
     print(f"{'images':>14}  " + ", ".join(f"{n:,} {part}" for part, n in resolved["images"].items()))
     print(f"{'network':>14}  {resolved['parameters']:,} parameters, {resolved['rotation_heads']} rotation heads, "
-          f"{resolved['num_classes']} classes, {resolved['image_size']} pixels", flush=True)
+          f"{resolved['num_classes']} classes, {resolved['image_size']} pixels")
+    print(f"training; a line here and in {config['out']}/log.csv every {config['epoch']} steps", flush=True)
     kept = (1 - config["bn_momentum"]) ** config["steps"], config["ema"] ** config["steps"]
     if max(kept) > 0.05:                                        # ours: from here on the tested model is visibly unfinished
         print(f"note: {config['steps']} steps are few for this preset: {kept[0]:.0%} of the initial BN statistics and "
-              f"{kept[1]:.0%} of the initial weights are left in the model that is tested")
+              f"{kept[1]:.0%} of the initial weights are left in the model that is tested, so expect a high error")
 
 
 def report(config, rows):
     """Print the run's result and return its final row, as numbers, with the reported error."""
     last = [float(r["test_error"]) for r in rows[-MEDIAN_OF:]]
     row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=statistics.median(last))
-    line = (f"{config['out']}: test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluations), "
+    line = (f"{config['out']}: test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluation{'s'[:len(last) - 1]}), "
             f"{row['test_error']:.2f} % at the end")
     preset = presets.for_dataset(config["dataset"])
     as_in_paper = all(config[k] == v for k, v in preset.items() if k != "labels")       # its steps, network, ...

@@ -281,7 +281,7 @@ def test_the_script_from_start_to_end(tmp_path):
     done = run("--plus", *QUICK, "--lr", "1e-3", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / f"digits_100_crae_plus_0_{CHANGED}_lr0.001"
-    assert re.search(r"test error \d+\.\d\d % \(median of the last 1 evaluations\), \d+\.\d\d % at the end$", done.stdout.strip())
+    assert re.search(r"test error \d+\.\d\d % \(median of the last 1 evaluation\), \d+\.\d\d % at the end$", done.stdout.strip())
     assert "100 labeled, 1,067 unlabeled, 130 validation, 500 test" in done.stdout
     config = json.loads((folder / "config.json").read_text())
     assert config["lr"] == 0.001 and config["weight_decay"] == 0.02 and config["versions"]["torch"] == torch.__version__
