@@ -312,6 +312,8 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     net = kept["net"]
     assert net.aux is None and net.rotation.out_features == 28 and net.reduce.out_features == 5
     assert len(net.backbone.blocks) == 6 and net.backbone.bn.momentum == 0.1    # the preset's
+    torch.manual_seed(4)                                        # the initial weights are the seed's
+    assert torch.equal(net.classifier.weight, make_model("wrn-16-1", 10, 7, 5, aux=False).classifier.weight)
     train_crae.train(eta=0.3, device="cpu", out=str(tmp_path / "run"))
     assert kept["objective"].func is crae and kept["objective"].keywords == dict(select="marginal", eta=0.3)
     assert kept["p_z"] is train_crae.log_p_z

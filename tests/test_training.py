@@ -94,6 +94,8 @@ def test_ema_averages_weights_by_hand_and_copies_bn_statistics(recorded):
 def test_the_loop_uses_the_values_of_the_run(recorded):
     assert recorded["optimizer"] == (0.003, 0.05) and recorded["sizes"] == (4, 4, 4)
     assert recorded["row"]["lr"] == 0.003 and recorded["row"]["step"] == 3 and len(recorded["weights"]) == 4
+    row = recorded["row"]                                       # labelled and unlabelled images, each counted once
+    assert row["images_per_second"] == pytest.approx(3 * (4 + 4) / row["seconds"], rel=1e-4)
 
 
 def test_model_pt_is_the_ema_model_and_tells_how_to_use_it(recorded):
