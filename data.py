@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from PIL import Image, ImageOps
 from torchvision import datasets
 from torchvision.transforms.v2 import functional as TF
@@ -286,7 +287,7 @@ def batch_indices(index, batch, step, seed, stream):
     n = len(index)
     place = torch.arange(step * batch, (step + 1) * batch)      # places in the endless stream
     epochs = range(step * batch // n, ((step + 1) * batch - 1) // n + 1)        # the passes over the data they lie in
-    order = torch.cat([permutation(n, seed, stream, e)[place[place // n == e] % n] for e in epochs])
+    order = torch.cat([place[:0], *(permutation(n, seed, stream, e)[place[place // n == e] % n] for e in epochs)])
     return index[order.to(index.device, non_blocking=True)]
 
 
@@ -324,8 +325,89 @@ def scale(x):
     return x.float().mul_(2 / 255).sub_(1)
 
 
+def rotated_batch(x_l, y_l, x_u, augment):
+    """x (N, 3, H, W) labelled first, y (4B,), z (N,), N = 8B. ours: all four rotations of every image, from one crop."""
+    x_l, z_l = rotate4(augment(x_l))                            # (4B, 3, H, W), (4B,)
+    x_u, z_u = rotate4(augment(x_u))
+    return scale(torch.cat([x_l, x_u])), y_l.repeat(4), torch.cat([z_l, z_u])
+
+
+# ---------------------------------------------------------------- mixing
+
+
+def blend(share, a, b):
+    """share a + (1 - share) b with a share (N,) for each of the N images or distributions."""
+    share = share.view(-1, *[1] * (a.ndim - 1))
+    return share * a + (1 - share) * b
+
+
 def mix(x, gen):
     """Ext. 2: x_mix = alpha x_i + (1 - alpha) x_j. ours: alpha ~ U[0.5, 1] an image, x_j by a permutation of all."""
-    alpha = 0.5 + 0.5 * torch.rand(len(x), 1, 1, 1, generator=gen, device=x.device)
+    alpha = 0.5 + 0.5 * torch.rand(len(x), generator=gen, device=x.device)
     partner = torch.randperm(len(x), generator=gen, device=x.device)
-    return alpha * x + (1 - alpha) * x[partner]
+    return blend(alpha, x, x[partner])
+
+
+def mixup_share(n, beta, gen):
+    """lambda ~ Beta(beta, beta), one for each of n images, and the larger of lambda and 1 - lambda. MixMatch. (n,)"""
+    concentration = torch.full((2, n), float(beta), device=gen.device)
+    a, b = torch._standard_gamma(concentration, generator=gen)  # torch.distributions.Beta would take no generator
+    share = a / (a + b)
+    return torch.maximum(share, 1 - share)
+
+
+# ---------------------------------------------------------------- strong augmentation
+
+
+def strong_augment(x, gen):
+    """FixMatch's RandAugment on a batch: two operations an image, drawn anew with their strengths, then Cutout.
+
+    x (N, 3, S, S) uint8 to the same. The operations and their ranges are FixMatch's (its table of transformations).
+    ours: an operation is computed for the whole batch and kept for the images that drew it, since indices of a
+    different length in every step would make the GPU wait for the CPU; where an image is moved, what comes in is grey.
+    """
+    for _ in range(2):
+        op = torch.randint(14, (len(x), 1, 1, 1), generator=gen, device=x.device)
+        u = torch.rand(len(x), 1, 1, 1, generator=gen, device=x.device)
+        for k, changed in enumerate((*colour_ops(x, u), move(x, op, u))):
+            x = torch.where(op == k if k < 8 else op >= 9, changed, x)          # 8 is the identity
+    return cutout(x, gen).contiguous(memory_format=torch.channels_last)
+
+
+def colour_ops(x, u):
+    """The eight operations on colour, all of the same x, with strength u in [0, 1)."""
+    f = x.float()
+    grey = TF.rgb_to_grayscale(f)                               # (N, 1, S, S)
+    around = F.avg_pool2d(F.pad(f, (1, 1, 1, 1), mode="replicate"), 3, stride=1)        # the mean of 3 x 3 pixels
+    smooth = (9 * around + 4 * f) / 13                          # PIL's smoothing: the pixel counts 5, its neighbours 1
+    keep = 0.05 + 0.9 * u                                       # FixMatch: in [0.05, 0.95]
+    coarse = 2 ** (4 - (5 * u).floor())                         # FixMatch: 4 to 8 of the 8 bits are left
+    return (TF.autocontrast(x), TF.equalize(x),
+            (keep * f).byte(),                                  # brightness: towards black
+            (keep * f + (1 - keep) * grey).byte(),              # colour: towards grey
+            (keep * f + (1 - keep) * grey.mean((1, 2, 3), keepdim=True)).byte(),        # contrast: towards the mean
+            (keep * f + (1 - keep) * smooth).byte(),            # sharpness: towards its blur
+            ((f / coarse).floor() * coarse).byte(),             # posterise
+            torch.where(f < 256 * u, x, 255 - x))               # solarise: what is brighter than the threshold
+
+
+def move(x, op, u):
+    """Operations 9 to 13: rotate, shear and translate, by one affine map an image and bilinear sampling."""
+    N, _, S, _ = x.shape
+    op, way = op.view(-1), 2 * u.view(-1) - 1                   # way in [-1, 1)
+    angle = torch.where(op == 9, way * (torch.pi / 6), 0)       # FixMatch: rotate by up to 30 degrees
+    shear_x, shear_y, shift_x, shift_y = (torch.where(op == k, 0.3 * way, 0) for k in (10, 11, 12, 13))  # FixMatch: 0.3
+    rows = [torch.stack([angle.cos(), shear_x - angle.sin(), 2 * shift_x], 1),
+            torch.stack([shear_y + angle.sin(), angle.cos(), 2 * shift_y], 1)]
+    grid = F.affine_grid(torch.stack(rows, 1), (N, 3, S, S), align_corners=False)       # (N, S, S, 2)
+    moved = F.grid_sample(x.float() - 127, grid, align_corners=False)           # outside: 0, that is grey
+    return (moved + 127).round().clamp(0, 255).byte()
+
+
+def cutout(x, gen):
+    """FixMatch: a square of up to half the size, anywhere, becomes grey (127)."""
+    N, _, S, _ = x.shape
+    side, row, col = S * torch.rand(3, N, 1, generator=gen, device=x.device)    # (N, 1) each
+    place = torch.arange(S, device=x.device) + 0.5              # the middle of a pixel
+    rows, cols = ((place - centre).abs() < side / 4 for centre in (row, col))   # (N, S); the square's side is side / 2
+    return torch.where((rows[:, :, None] & cols[:, None, :]).unsqueeze(1), 127, x)

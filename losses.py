@@ -50,3 +50,9 @@ def sharpen(p, T):
 def soft_cross_entropy(logits, target):
     """L_ce(p(y|x), p_hat), the mean over images; the target is a distribution (N, C)."""
     return F.cross_entropy(logits.float(), target.float())
+
+
+def entropy(logits):
+    """Entropy minimisation (Grandvalet and Bengio 2005): the mean entropy of p(y|x), with gradient into all of it."""
+    log_p = F.log_softmax(logits.float(), dim=-1)               # (N, C)
+    return -(log_p.exp() * log_p).sum(-1).mean()

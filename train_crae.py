@@ -14,15 +14,15 @@ import torch
 import torch.nn.functional as F
 
 import training
-from data import mix, rotate4, scale
-from losses import (independent_rotation_loss, labeled_rotation_loss, log_p_z, sharpen, soft_cross_entropy,
-                    unlabeled_rotation_loss)
+from data import mix, rotated_batch
+from losses import (entropy, independent_rotation_loss, labeled_rotation_loss, log_p_z, sharpen,
+                    soft_cross_entropy, unlabeled_rotation_loss)
 from models import frozen_bn, make_model
 
 # ---------------------------------------------------------------- the method
 
 
-def crae(model, x_l, y_l, x_u, augment, gen, *, select, eta):
+def crae(model, x_l, y_l, x_u, augment, gen, *, select, eta, **_):
     """Algorithm 1, Eq. 2."""
     x, y_l, z = rotated_batch(x_l, y_l, x_u, augment)           # Alg. 1, line 2
     class_logits, aux_logits, rot_logits = model(x)             # (N, C), (N, C), (N, K, 4)
@@ -32,8 +32,8 @@ def crae(model, x_l, y_l, x_u, augment, gen, *, select, eta):
     return terms
 
 
-def crae_plus(model, x_l, y_l, x_u, augment, gen, *, select, eta, eta2, temperature, ext1=True, ext2=True):
-    """Algorithm 2, Eq. 4; either extension can be left out.
+def crae_plus(model, x_l, y_l, x_u, augment, gen, *, select, eta, eta2, temperature, ext1=True, ext2=True, entmin=False, **_):
+    """Algorithm 2, Eq. 4; either extension can be left out, and entropy minimisation take the place of extension 1.
 
     ours: only the unmixed pass updates BN's running statistics; the mixed one uses its own batch's and updates nothing.
     """
@@ -45,6 +45,8 @@ def crae_plus(model, x_l, y_l, x_u, augment, gen, *, select, eta, eta2, temperat
         p_bar = logits_u.float().softmax(-1).unflatten(0, (4, -1)).mean(0)      # over the four rotations, (B, C)
         p_hat = sharpen(p_bar, temperature).detach()            # Alg. 2, line 4: Eq. 3; ours: no gradient
         terms["ext1"] = eta2 * soft_cross_entropy(logits_u, p_hat.repeat(4, 1))         # Alg. 2, line 5
+    if entmin:
+        terms["entropy"] = eta2 * entropy(class_logits[len(y_l):])              # ours: all four copies, as extension 1
     if ext2:
         x_mix = mix(x, gen)                                     # Alg. 2, line 6
         with frozen_bn(model):
@@ -52,13 +54,6 @@ def crae_plus(model, x_l, y_l, x_u, augment, gen, *, select, eta, eta2, temperat
     if rot_logits is not None:
         terms["rotation"] = eta * rotation_loss(class_logits, rot_logits, y_l, z, select, gen)         # lines 7, 8
     return terms
-
-
-def rotated_batch(x_l, y_l, x_u, augment):
-    """x (N, 3, H, W) labelled first, y (4B,), z (N,), N = 8B. ours: all four rotations of every image, from one crop."""
-    x_l, z_l = rotate4(augment(x_l))                            # (4B, 3, H, W), (4B,)
-    x_u, z_u = rotate4(augment(x_u))
-    return scale(torch.cat([x_l, x_u])), y_l.repeat(4), torch.cat([z_l, z_u])
 
 
 def class_terms(class_logits, aux_logits, y_l):
@@ -97,7 +92,7 @@ def mean_p_z(class_logits, rot_logits):
 
 
 def train(dataset: str = "digits", labels: int | None = None, plus: bool = False, ext1: bool = False,
-          ext2: bool = False, select: Literal["marginal", "random", "independent", "detach"] = "marginal",
+          ext2: bool = False, entmin: bool = False, select: Literal["marginal", "random", "independent", "detach"] = "marginal",
           heads: int | None = None, aux: bool = True, rot_dim: int | None = None, arch: str | None = None,
           steps: int | None = None, batch: int | None = None, lr: float | None = None,
           weight_decay: float | None = None, eta: float = 1.0, eta2: float = 1.0,      # ours, no ramp-up
@@ -115,6 +110,7 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     --plus          CRAE+: both extensions
     --ext1          extension 1 alone: sharpened target, averaged over the four rotations
     --ext2          extension 2 alone: rotation of a mixed image, class of the unmixed one
+    --entmin        entropy minimisation in place of extension 1 (the paper: extension 1 is better); with --ext2 or alone
     --select        who selects the rotation head: marginal (CRAE), or the ensembles random, independent, detach
     --heads         number of rotation heads, for independent and random; 0: no rotation branches; else one a class
     --aux           the additional classifier, trained on labels alone and used at test time; on, off by --noaux
@@ -125,7 +121,7 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     --lr            learning rate
     --weight_decay  decoupled weight decay, on kernels only
     --eta           weight of the rotation loss
-    --eta2          weight of extension 1's loss
+    --eta2          weight of extension 1's loss, or of the entropy
     --temperature   T of extension 1's sharpening, in (0, 1]
     --flip          random horizontal flips
     --image_size    pixels; images are scaled by their short side and centre-cropped
@@ -141,15 +137,17 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     if not 0 < eta < math.inf:
         sys.exit(f"--eta {eta}: must be more than 0; --heads 0 trains without rotation branches")
     if not 0 < eta2 < math.inf:
-        sys.exit(f"--eta2 {eta2}: must be more than 0; without --plus and --ext1 there is no extension 1")
+        sys.exit(f"--eta2 {eta2}: must be more than 0; without --plus, --ext1 and --entmin it is not used")
     if not 0 < temperature <= 1:
         sys.exit(f"--temperature {temperature}: must be in (0, 1]")
     if heads is not None and heads < 0:
         sys.exit(f"--heads {heads}: must be 0 or more")
     if heads == 0 and (ext2 or rot_dim or select != "marginal"):
         sys.exit("--heads 0: leaves no rotation branches for --plus, --ext2, --select or --rot_dim; --ext1 is possible")
-    config = training.resolve(train, flags, method_name(ext1, ext2, select, heads, aux),
-                              unnamed=("plus", "ext1", "ext2", "select", "heads", "aux"))
+    if entmin and ext1:
+        sys.exit("--entmin: takes the place of extension 1; leave --plus and --ext1 out, --ext2 is possible")
+    config = training.resolve(train, flags, method_name(ext1, ext2, entmin, select, heads, aux),
+                              unnamed=("plus", "ext1", "ext2", "entmin", "select", "heads", "aux"))
     config |= dict(ext1=ext1, ext2=ext2)                        # --plus is both
     row = training.check_folder(config)
     if row:
@@ -160,21 +158,22 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
         sys.exit(f"--heads {heads}: --select {select} needs a head for each of the {len(classes)} classes; leave it out")
     torch.manual_seed(seed)                                     # the initial weights
     net = make_model(config["arch"], len(classes), K, config["rot_dim"], aux, config["bn_momentum"])
-    if ext1 or ext2:
-        objective = partial(crae_plus, select=select, eta=eta, eta2=eta2, temperature=temperature, ext1=ext1, ext2=ext2)
+    if ext1 or ext2 or entmin:
+        objective = partial(crae_plus, select=select, eta=eta, eta2=eta2, temperature=temperature, ext1=ext1, ext2=ext2,
+                            entmin=entmin)
     else:
         objective = partial(crae, select=select, eta=eta)
     p_z = log_p_z if select in ("marginal", "detach") else mean_p_z
     return training.fit(net, objective, images, labels, split, classes, config, p_z)
 
 
-def method_name(ext1, ext2, select, heads, aux):
+def method_name(ext1, ext2, entmin, select, heads, aux):
     """As in paper_results.csv: crae, crae_plus, crae_ext1, no_rotation, detach, independent_20, crae_plus_no_aux, ..."""
     name = "no_rotation" if heads == 0 else "crae" if select == "marginal" else select
     if heads and select in ("random", "independent"):
         name += f"_{heads}"
     name += "_plus" if ext1 and ext2 else "_ext1" if ext1 else "_ext2" if ext2 else ""
-    return name + ("" if aux else "_no_aux")
+    return name + ("_entmin" if entmin else "") + ("" if aux else "_no_aux")
 
 
 if __name__ == "__main__":

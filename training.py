@@ -1,7 +1,9 @@
 """The one loop, `fit`, and its plumbing: strict command line, resolved values, run folder, EMA, evaluation, resume.
 
-A script hands `fit` a network and an objective: objective(model, x_l, y_l, x_u, augment, gen) -> {name: loss term}.
-The raw uint8 batches x_l, x_u go in; augment(x) gives a new random view of a batch; gen is the step's own generator.
+A script hands `fit` a network and an objective:
+objective(model, x_l, y_l, x_u, augment=, gen=, step=, ema=) -> {name: loss term}, which takes what it needs.
+The raw uint8 batches x_l, x_u go in; augment(x) gives a new random view of a batch; gen is the step's own generator;
+ema is the averaged model, the teacher of some methods.
 """
 import copy
 import csv
@@ -104,12 +106,12 @@ def parse(name, text, hint):
         sys.exit(f"--{name} {text}: must be a {'whole ' if hint is int else ''}number")
 
 
-def resolve(train, flags, method, unnamed=()):
-    """Every value of a run, checked: what was given by hand, and the dataset's preset for the rest.
+def resolve(train, flags, method, unnamed=(), constants={}):
+    """Every value of a run, checked: what was given by hand, and the method's constants and the dataset's preset for the rest.
 
     Flags that the method's name tells already (`unnamed`) do not appear again in the default name of the run's folder.
     """
-    preset = presets.for_dataset(flags["dataset"])
+    preset = presets.for_dataset(flags["dataset"]) | constants
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
     for name in "steps", "batch", "lr", "image_size", "rot_dim", "labels":
         if config[name] is not None and not (0 < config[name] < math.inf):
@@ -132,7 +134,18 @@ def resolve(train, flags, method, unnamed=()):
         config["out"] = str(Path("runs", "_".join(map(str, name))))
     words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
     config["command"] = " ".join(["python", Path(inspect.getsourcefile(train)).name, *words])
+    as_in_paper = all(config[k] == v for k, v in preset.items() if k != "labels")       # its steps, network, ...
+    config["paper"] = paper_error(config["dataset"], config["labels"], method) if as_in_paper else None
     return config
+
+
+def paper_error(dataset, labels, method):
+    """The paper's test error as text, and where it was quoted from if it is not its own; None if it has none."""
+    with (HERE / "paper_results.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            if (row["dataset"], row["labels"], row["method"], row["metric"]) == (dataset, str(labels), method, "error"):
+                quoted = f", {row['source']}" if row["source"].startswith("quoted") else ""
+                return f"{float(row['value']):.2f} %{quoted}"
 
 
 def check_device(device):
@@ -153,8 +166,11 @@ def check_device(device):
 # ---------------------------------------------------------------- a run's folder
 
 
-def check_folder(config):
-    """Refuse a folder that is in use, or whose run had other flags; the final row if its run is finished, else None."""
+def check_folder(config, longer=True):
+    """Refuse a folder that is in use, or whose run had other flags; the final row if its run is finished, else None.
+
+    longer: a run may be resumed with more steps, since none of its values depends on their number.
+    """
     out = Path(config["out"])
     inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes] if os.path.isdir(out) else os.path.exists(out)
     if not inside:
@@ -168,7 +184,8 @@ def check_folder(config):
     except ValueError:
         sys.exit(f"--out {out}: its config.json is damaged; give another --out")
     for name, value in config.items():
-        may_differ = name in ("out", "device", "data_dir", "command", "resume") or name == "steps" and value > saved[name]
+        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper")
+        may_differ |= longer and name == "steps" and value > saved[name]
         if not may_differ and saved.get(name) != value:
             sys.exit(f"--{name} {value}: the run in {out} has {saved.get(name)}; give that, or another --out")
     rows = read_rows(out / "log.csv", config["steps"])
@@ -256,14 +273,35 @@ def make_optimizer(net, lr, weight_decay):
                              lr=lr, betas=(0.9, 0.999), fused=True)
 
 
-def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
+def constant(progress):
+    return 1.0
+
+
+def copy_bn(ema, net, batches):
+    """BN statistics are the live model's. MixMatch."""
+    for averaged, live in zip(ema.buffers(), net.buffers()):
+        averaged.copy_(live)
+
+
+def resolved_values(net, images, split, classes):
+    """What is found in the data and the network, for config.json."""
+    return dict(num_classes=len(classes), image_size=images.shape[-1], images={k: len(i) for k, i in split.items()},
+                rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
+                parameters=sum(p.numel() for p in net.parameters()))
+
+
+def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, optimizer=None,
+        schedule=constant, average=None, refresh_bn=copy_bn, mu=1):
     """Train net in its run's folder up to config["steps"], from where the folder's checkpoint left it; the final row.
 
-    p_z(class_logits, rot_logits) gives log p(z|x), for the logged accuracy of the rotation.
+    p_z(class_logits, rot_logits)           log p(z|x), for the logged accuracy of the rotation
+    optimizer(net, lr, weight_decay)        makes a torch optimiser; without it make_optimizer's AdamW
+    schedule(progress)                      the learning rate as a share of config["lr"], progress from 0 to 1
+    average(averages, weights, step)        updates the averaged weights after a step; without it EMA, decay config["ema"]
+    refresh_bn(ema, net, batches)           gives the averaged model its BN statistics before it is evaluated
+    mu                                      unlabelled images in a step, as a multiple of config["batch"]
     """
-    resolved = dict(num_classes=len(classes), image_size=images.shape[-1], images={k: len(i) for k, i in split.items()},
-                    rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
-                    parameters=sum(p.numel() for p in net.parameters()))
+    resolved = resolved_values(net, images, split, classes)
     print_config(config, resolved)
     write_config(config, split, resolved)
     Path(config["out"], "model.pt").unlink(missing_ok=True)     # its being there says that the run is finished
@@ -273,9 +311,9 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
     index = {part: torch.as_tensor(i, device=device) for part, i in split.items()}
     index["sample"] = sample_of_unlabeled(labels, index["unlabeled"], seed)
     net = net.to(device, memory_format=torch.channels_last).train()
-    ema = copy.deepcopy(net).requires_grad_(False).eval()
-    optimizer = make_optimizer(net, config["lr"], config["weight_decay"])
-    average = get_ema_multi_avg_fn(config["ema"])
+    ema = copy.deepcopy(net).requires_grad_(False)
+    optimizer = (optimizer or make_optimizer)(net, config["lr"], config["weight_decay"])
+    average = average or get_ema_multi_avg_fn(config["ema"])
     weights, averages = list(net.parameters()), list(ema.parameters())
     gen = torch.Generator(device)
     augment = partial(data.augment, flip=config["flip"], gen=gen)
@@ -301,13 +339,15 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
         for step in range(run["step"], steps):
             gen.manual_seed(data.seed_of(seed, 3, step))        # streams: 0 split, 1 and 2 batches, 3 all else
             i_l = data.batch_indices(index["labeled"], batch, step, seed, 1)
-            i_u = data.batch_indices(index["unlabeled"], batch, step, seed, 2)
+            i_u = data.batch_indices(index["unlabeled"], mu * batch, step, seed, 2)
+            for group in optimizer.param_groups:
+                group["lr"] = config["lr"] * schedule(step / steps)
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                terms = objective(net, images[i_l], labels[i_l], images[i_u], augment, gen)
+                terms = objective(net, images[i_l], labels[i_l], images[i_u], augment=augment, gen=gen, step=step, ema=ema)
             optimizer.zero_grad()
             sum(terms.values()).backward()
             optimizer.step()
-            average(averages, weights, None)
+            average(averages, weights, step)
             run["terms"] = {k: run["terms"].get(k, 0) + v.detach() for k, v in terms.items()}
             run["step"] = step + 1
             bar.update()
@@ -316,11 +356,11 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
                 losses = {f"loss_{k}": v.item() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
                 passed = time.perf_counter() - tick             # the line above waited for the device
                 check_finite(losses, run["step"], out)
-                for averaged, live in zip(ema.buffers(), net.buffers()):
-                    averaged.copy_(live)                        # BN statistics are the live model's. MixMatch
+                parts = index["sample"].tensor_split(math.ceil(len(index["sample"]) / EVAL_BATCH))
+                refresh_bn(ema, net, (data.scale(augment(images[i])) for i in parts))
                 scores, matrix = evaluate(net, ema, images, labels, index, len(classes), p_z)
                 row = dict(step=run["step"], epoch=run["step"] / epoch, seconds=run["seconds"] + passed,
-                           images_per_second=2 * batch * (run["step"] - tick_step) / passed,
+                           images_per_second=(1 + mu) * batch * (run["step"] - tick_step) / passed,
                            lr=optimizer.param_groups[0]["lr"], **losses, **scores)
                 rows.append({k: "" if v is None else v if isinstance(v, int) else f"{v:.7g}" for k, v in row.items()})
                 write_rows(log, rows[-1:], "a")
@@ -336,7 +376,7 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z):
                 print(f"stopped after step {run['step']}; to continue: {config['command']} --resume", file=sys.stderr)
                 sys.exit(128 + stop[0])
 
-    info = dict(arch=config["arch"], image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
+    info = dict(method=config["method"], arch=config["arch"], image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
     write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
     write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
     return report(config, rows)
@@ -385,7 +425,7 @@ def evaluate(net, ema, images, labels, index, num_classes, p_z):
     scores["val_error"] = error(ema, images, labels, index["validation"])
     scores["test_error"] = error(ema, images, labels, index["test"])
     scores["test_error_raw"] = error(net, images, labels, index["test"])
-    net.train()
+    net.train(), ema.train()                                    # as a teacher the averaged model uses its batch's statistics
     return scores, matrix
 
 
@@ -406,20 +446,20 @@ def score_unlabeled(net, images, labels, index, num_classes, p_z):
     wrong, right, counts = 0, 0, None
     known = bool((labels[index] >= 0).all())
     for i in index.split(EVAL_BATCH // 4):
-        x, z = data.rotate4(images[i])                          # (4n, 3, H, W), (4n,)
+        x, z = data.rotate4(images[i]) if net.rotation else (images[i], None)   # (4n, 3, H, W), (4n,)
         class_logits, _, rot_logits = net(data.scale(x))
         wrong += (class_logits[:len(i)].argmax(1) != labels[i]).sum()           # the first n copies are the upright ones
         if rot_logits is not None:
             right += (p_z(class_logits, rot_logits).argmax(1) == z).sum()
-            if known:
-                K = rot_logits.shape[1]
+            K = rot_logits.shape[1]
+            if known and K > 1:
                 best = best_head(rot_logits, z)                 # (4n,)
                 pairs = torch.bincount(labels[i].repeat(4) * K + best, minlength=num_classes * K)
                 counts = pairs.view(num_classes, K) + (0 if counts is None else counts)
     rotation = rot_logits is not None
     return dict(rotation_accuracy=100 * right.item() / (4 * len(index)) if rotation else None,
                 unlabeled_error=100 * wrong.item() / len(index) if known else None,
-                diversity=counts / counts.sum(1, keepdim=True) if rotation and known else None)
+                diversity=None if counts is None else counts / counts.sum(1, keepdim=True))
 
 
 def best_head(rot_logits, z):
@@ -462,18 +502,16 @@ def print_config(config, resolved):
 
 def report(config, rows):
     """Print the run's result and return its final row, as numbers, with the reported error."""
-    last = [float(r["test_error"]) for r in rows[-MEDIAN_OF:]]
-    row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=statistics.median(last))
-    line = (f"{config['out']}: test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluation{'s'[:len(last) - 1]}), "
-            f"{row['test_error']:.2f} % at the end")
-    preset = presets.for_dataset(config["dataset"])
-    as_in_paper = all(config[k] == v for k, v in preset.items() if k != "labels")       # its steps, network, ...
-    for paper in csv.DictReader((HERE / "paper_results.csv").open()):
-        if as_in_paper and (paper["dataset"], paper["labels"], paper["method"], paper["metric"]) == (
-                config["dataset"], str(config["labels"]), config["method"], "error"):
-            line += f"; the paper: {float(paper['value']):.2f} %"
-            break
-    print(line, flush=True)
+    row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=None)
+    last = [float(r["test_error"]) for r in rows[-MEDIAN_OF:] if r["test_error"]]
+    if last:
+        row["median_test_error"] = statistics.median(last)
+        line = (f"test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluation{'s'[:len(last) - 1]}), "
+                f"{row['test_error']:.2f} % at the end")
+        line += f"; the paper: {config['paper']}" if config["paper"] else ""
+    else:                                                       # a stage without a classifier
+        line = f"rotation accuracy {row['rotation_accuracy']:.2f} % at the end"
+    print(f"{config['out']}: {line}", flush=True)
     return row
 
 
@@ -482,9 +520,12 @@ def draw_curve(rows, path, title):
     matplotlib.use("Agg")                                       # no screen needed
     from matplotlib import pyplot as plt
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    for name, word in dict(test_error_raw="test, raw weights", unlabeled_error="unlabelled, p(y|x)",
-                           val_error="validation, EMA", test_error="test, EMA").items():
+    for name, word in dict(rotation_accuracy="rotation, unlabelled", test_error_raw="test, raw weights",
+                           unlabeled_error="unlabelled, p(y|x)", val_error="validation, averaged weights",
+                           test_error="test, averaged weights").items():
         points = [(int(r["step"]), float(r[name])) for r in rows if r[name]]
+        if name == "rotation_accuracy":
+            points = [(step, 100 - value) for step, value in points]            # as an error, like the others
         if points:
             axes.plot(*zip(*points), label=word, linewidth=2 if name == "test_error" else 1)
     axes.set(xlabel="step", ylabel="error (%)", ylim=(0, None))

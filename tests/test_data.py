@@ -1,7 +1,11 @@
+import math
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.transforms.v2 import functional as TF
+from torchvision.transforms.v2 import InterpolationMode
 
 import data
 import presets
@@ -361,3 +365,87 @@ def test_a_download_that_fails_says_where_to_put_the_files(monkeypatch, tmp_path
     with pytest.raises(SystemExit, match=file) as stop:
         data.load(dataset, str(tmp_path))
     assert "http" in str(stop.value) and "by hand" in str(stop.value) and "\n" not in str(stop.value)
+
+
+# ---------------------------------------------------------------- strong augmentation
+
+
+def photos(N=12, size=20):
+    return torch.randint(0, 256, (N, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).float().mul(
+        0.6).add(torch.linspace(10, 90, size)).byte()           # not the full range, so that autocontrast does something
+
+
+def test_colours_change_as_torchvision_changes_one_image_at_a_time():
+    x, u = photos(), torch.linspace(0, 0.99, 12).view(-1, 1, 1, 1)
+    ops = data.colour_ops(x, u)
+    for i in range(12):
+        keep, image = 0.05 + 0.9 * u[i].item(), x[i]
+        expected = [TF.autocontrast(image), TF.equalize(image), TF.adjust_brightness(image, keep),
+                    TF.adjust_saturation(image, keep), TF.adjust_contrast(image, keep), TF.adjust_sharpness(image, keep),
+                    TF.posterize(image, 4 + int(5 * u[i].item())), TF.solarize(image, 256 * u[i].item())]
+        for k, (ours, theirs) in enumerate(zip(ops, expected)):
+            difference = (ours[i].int() - theirs.int()).abs()
+            if k == 5:
+                difference = difference[:, 1:-1, 1:-1]          # torchvision leaves the border unblurred
+            assert difference.max() <= 1 and ours.dtype == torch.uint8, k
+    assert len(ops) == 8 and all((op != x).any() for op in ops)
+
+
+def test_moves_are_rotation_shear_and_translation_of_each_image():
+    x = photos()
+    assert torch.equal(data.move(x, torch.full((12, 1, 1, 1), 3), torch.rand(12, 1, 1, 1)), x)      # no move was drawn
+    third = torch.full((12, 1, 1, 1), 2 / 3)                    # a third of 0.3 of 20 pixels: two pixels
+    moved = data.move(x, torch.full((12, 1, 1, 1), 12), third)
+    assert torch.equal(moved[..., :-2], x[..., 2:]) and (moved[..., -2:] == 127).all()
+    moved = data.move(x, torch.full((12, 1, 1, 1), 13), third)
+    assert torch.equal(moved[:, :, :-2], x[:, :, 2:]) and (moved[:, :, -2:] == 127).all()
+    for op, turn in (9, dict(angle=-20.0, shear=[0.0, 0.0])), (10, dict(angle=0.0, shear=[0.2, 0.0])), (
+            11, dict(angle=0.0, shear=[0.0, 0.2])):
+        way = 20 / 30 if op == 9 else 0.2 / 0.3
+        moved = data.move(x, torch.full((12, 1, 1, 1), op), torch.full((12, 1, 1, 1), (way + 1) / 2)).int()
+        if op == 9:
+            theirs = [TF.rotate(x, angle, InterpolationMode.BILINEAR, fill=127).int() for angle in (20.0, -20.0)]
+        else:
+            shear = [math.degrees(math.atan(0.2)) if s else 0.0 for s in turn["shear"]]
+            theirs = [TF.affine(x, 0.0, [0, 0], 1.0, [sign * s for s in shear], InterpolationMode.BILINEAR, fill=127).int()
+                      for sign in (1, -1)]
+        inner = slice(5, 15)
+        assert min((moved - t)[..., inner, inner].abs().max() for t in theirs) <= 2, op
+
+
+def test_each_operation_is_drawn_equally_often_and_twice(monkeypatch):
+    monkeypatch.setattr(data, "colour_ops", lambda x, u: [torch.full_like(x, 10 + k) for k in range(8)])
+    monkeypatch.setattr(data, "move", lambda x, op, u: torch.zeros_like(x) + op.byte() + 10)
+    monkeypatch.setattr(data, "cutout", lambda x, gen: x)
+    x = data.strong_augment(torch.zeros(20_000, 3, 8, 8, dtype=torch.uint8), torch.Generator().manual_seed(0))
+    values, counts = x[:, 0, 0, 0].unique(return_counts=True)
+    assert values.tolist() == [0, *range(10, 18), *range(19, 24)]
+    p = counts / 20_000
+    assert abs(p[0] - 1 / 14 ** 2) < 0.003                      # nothing twice
+    assert ((p[1:] - (1 / 14 + 1 / 14 ** 2)).abs() < 0.01).all()        # the second draw, or the first and then nothing
+
+
+def test_cutout_greys_one_square_of_up_to_half_the_size_anywhere():
+    size = 16
+    x = torch.zeros(4000, 3, size, size, dtype=torch.uint8)
+    grey = data.cutout(x, torch.Generator().manual_seed(0)) == 127              # (N, 3, S, S)
+    assert (grey == grey[:, :1]).all()
+    rows, cols = grey[:, 0].any(2), grey[:, 0].any(1)           # (N, S)
+    assert torch.equal(grey[:, 0], rows[:, :, None] & cols[:, None, :])
+    height, width = rows.sum(1), cols.sum(1)
+    inside = ~(rows[:, 0] | rows[:, -1] | cols[:, 0] | cols[:, -1])
+    assert height.max() == size // 2 and inside.sum() > 500 and ((height - width)[inside].abs() <= 1).all()
+    often = grey[:, 0].float().mean(0)
+    assert often.min() > 0.02 and len(height.unique()) == size // 2 + 1         # every pixel, every size
+
+
+def test_strong_augmentation_is_repeatable_and_strong():
+    x = photos(64)
+    a, b, c = (data.strong_augment(x, torch.Generator().manual_seed(s)) for s in (0, 0, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    assert a.dtype == torch.uint8 and a.shape == x.shape and a.is_contiguous(memory_format=torch.channels_last)
+    assert ((a != x).flatten(1).any(1)).float().mean() > 0.8
+
+
+def test_an_empty_batch_has_no_images():
+    assert data.batch_indices(torch.arange(5), 0, step=3, seed=0, stream=2).shape == (0,)

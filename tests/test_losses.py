@@ -2,7 +2,7 @@
 import pytest
 import torch
 
-from losses import (independent_rotation_loss, labeled_rotation_loss, log_p_z, sharpen, soft_cross_entropy,
+from losses import (entropy, independent_rotation_loss, labeled_rotation_loss, log_p_z, sharpen, soft_cross_entropy,
                     unlabeled_rotation_loss)
 
 N, C = 5, 3
@@ -149,3 +149,13 @@ def test_soft_cross_entropy_values_and_gradients():
     loop = -sum(target[n, i].item() * log_p[n][i] for n in range(N) for i in range(C)) / N
     torch.testing.assert_close(loss.double(), loop, atol=1e-5, rtol=1e-5)
     same_gradients(loss, loop, logits)
+
+
+def test_entropy_is_that_of_the_prediction_with_gradient():
+    logits = draw(N, C)
+    loop = sum(-p * p.log() for n in range(N) for p in softmax_loop(logits[n])) / N
+    torch.testing.assert_close(entropy(logits).double(), loop, atol=1e-6, rtol=1e-5)
+    same_gradients(entropy(logits), loop, logits)
+    sure = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)  # p = 0 must give 0, not nan
+    entropy(sure).backward()
+    assert entropy(sure) == 0 and torch.isfinite(sure.grad).all()

@@ -48,7 +48,7 @@ def shifted(x):
     return x.roll(1, 3)                                         # an "augmentation" that can be repeated
 
 
-def loop(model, x_l, y_l, x_u, ext1, ext2, gen):
+def loop(model, x_l, y_l, x_u, ext1, ext2, entmin, gen):
     """Eq. 2 and Eq. 4 from single images in probabilities; returns the named terms."""
     def turned(image, k):
         return torch.rot90(shifted(image[None])[0].double() * 2 / 255 - 1, k, (1, 2))
@@ -80,20 +80,24 @@ def loop(model, x_l, y_l, x_u, ext1, ext2, gen):
             total = sum(v ** (1 / T) for v in p_bar)
             loss += [-sum(p_bar[c] ** (1 / T) / total * torch.log(p[k][c]) for c in range(C)) for k in range(4)]
         terms["ext1"] = ETA2 * sum(loss) / len(loss)
+    if entmin:
+        p = [model(turned(x_u[i], k)[None])[0][0].softmax(0) for k in range(4) for i in range(B)]
+        terms["entropy"] = ETA2 * sum(-v * torch.log(v) for q in p for v in q) / len(p)
     return terms
 
 
-@pytest.mark.parametrize("ext1, ext2", list(itertools.product([False, True], repeat=2)))
-def test_objective_is_the_papers(ext1, ext2):
+@pytest.mark.parametrize("ext1, ext2, entmin", [*itertools.product([False, True], [False, True], [False]),
+                                                (False, False, True), (False, True, True)])
+def test_objective_is_the_papers(ext1, ext2, entmin):
     x_l, y_l, x_u = batch()
     model, slow = Linear(), Linear().double()
     gen = torch.Generator().manual_seed(5)
-    if ext1 or ext2:
+    if ext1 or ext2 or entmin:
         terms = crae_plus(model, x_l, y_l, x_u, shifted, gen, select="marginal", eta=ETA, eta2=ETA2, temperature=T,
-                          ext1=ext1, ext2=ext2)
+                          ext1=ext1, ext2=ext2, entmin=entmin)
     else:
         terms = crae(model, x_l, y_l, x_u, shifted, gen, select="marginal", eta=ETA)
-    expected = loop(slow, x_l, y_l, x_u, ext1, ext2, torch.Generator().manual_seed(5))
+    expected = loop(slow, x_l, y_l, x_u, ext1, ext2, entmin, torch.Generator().manual_seed(5))
     assert terms.keys() == expected.keys()
     for name in terms:
         torch.testing.assert_close(terms[name].double(), expected[name], atol=1e-5, rtol=1e-5)
@@ -104,7 +108,7 @@ def test_objective_is_the_papers(ext1, ext2):
             if g is not None:
                 torch.testing.assert_close(g.double(), h, atol=1e-5, rtol=1e-4)
         reached = {parameter.split(".")[0] for (parameter, _), g in zip(model.named_parameters(), ours) if g is not None}
-        assert reached == {"class": {"y"}, "aux": {"aux"}, "rotation": {"y", "R"}, "ext1": {"y"}}[name]
+        assert reached == {"class": {"y"}, "aux": {"aux"}, "rotation": {"y", "R"}, "ext1": {"y"}, "entropy": {"y"}}[name]
 
 
 def test_unlabelled_images_alone_move_the_main_classifier_and_not_the_auxiliary_one():
@@ -191,6 +195,7 @@ VARIANTS = {
     "no_rotation": (partial(crae, select="marginal", eta=1.0), 0),
     "no_rotation_ext1": (partial(crae_plus, select="marginal", ext2=False, **PLUS), 0),
     "ext1": (partial(crae_plus, select="marginal", ext2=False, **PLUS), 10),
+    "entmin": (partial(crae_plus, select="marginal", ext1=False, ext2=False, entmin=True, **PLUS), 10),
     "ext2": (partial(crae_plus, select="marginal", ext1=False, **PLUS), 10),
     "plus": (partial(crae_plus, select="marginal", **PLUS), 10),
 }
@@ -259,7 +264,7 @@ QUICK = ("--arch", "wrn-10-0.25", "--steps", 4, "--batch", 4, "--device", "cpu")
 CHANGED = "archwrn-10-0.25_steps4_batch4"
 NAMES = {"": "crae", "--plus": "crae_plus", "--ext1": "crae_ext1", "--ext2": "crae_ext2", "--select detach": "detach",
          "--select random": "random", "--select independent --heads 2": "independent_2", "--heads 0": "no_rotation",
-         "--heads 0 --ext1": "no_rotation_ext1", "--noaux": "crae_no_aux", "--plus --aux false": "crae_plus_no_aux"}
+         "--heads 0 --ext1": "no_rotation_ext1", "--entmin": "crae_entmin", "--entmin --ext2": "crae_ext2_entmin", "--noaux": "crae_no_aux", "--plus --aux false": "crae_plus_no_aux"}
 
 
 @pytest.mark.parametrize("flags", NAMES)
@@ -307,7 +312,7 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
                  temperature=0.9, steps=9, batch=3, lr=0.05, weight_decay=0.6, flip=True, labels=20, image_size=16, seed=4)
     train_crae.train(**flags, device="cpu", out=str(tmp_path / "run"))
     assert kept["objective"].func is crae_plus and kept["objective"].keywords == dict(
-        select="random", eta=0.3, eta2=0.4, temperature=0.9, ext1=True, ext2=False)
+        select="random", eta=0.3, eta2=0.4, temperature=0.9, ext1=True, ext2=False, entmin=False)
     assert {k: kept["config"][k] for k in flags} == flags and kept["p_z"] is train_crae.mean_p_z
     net = kept["net"]
     assert net.aux is None and net.rotation.out_features == 28 and net.reduce.out_features == 5
@@ -335,7 +340,7 @@ BAD = {
     "--steps 0": "--steps", "--batch 0": "--batch", "--lr 0": "--lr", "--lr nan": "--lr", "--lr fast": "--lr",
     "--weight_decay -1": "--weight_decay", "--eta 0": "--eta", "--eta2 -1": "--eta2", "--temperature 2": "--temperature",
     "--device cuda:99": "--device", "--device tpu9": "--device", "--select best": "marginal, random", "--heads -1": "--heads",
-    "--heads 3": "--heads", "--heads 0 --plus": "--heads", "--rot_dim 0": "--rot_dim", "--seed -1": "--seed",
+    "--heads 3": "--heads", "--heads 0 --plus": "--heads", "--entmin --plus": "--entmin", "--entmin --ext1": "--entmin", "--rot_dim 0": "--rot_dim", "--seed -1": "--seed",
     "--image_size 4": "--image_size", "--plus - --seed 1": "lone", "--noplus=3": "--noplus", "--flip 1": "--flip",
     "--out train_crae.py": "--out", "--resume --out folder": "--out", "--out": "--out: needs", "--noout": "--noout",
     "--normalize": "--normalize", "--device meta": "--device", "--seed 4294967296": "--seed", "--lr 1e400": "--lr",

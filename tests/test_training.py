@@ -48,11 +48,11 @@ def recorded(tmp_path, monkeypatch):
     kept = dict(weights=[], evaluated=[])
     real = training.evaluate
 
-    def objective(net, *rest):
+    def objective(net, *rest, **kwargs):
         kept["sizes"] = len(rest[0]), len(rest[1]), len(rest[2])
         kept["weights"].append([p.detach().clone() for p in net.parameters()])
         kept["net"] = net
-        return train_crae.crae(net, *rest, select="marginal", eta=1.0)
+        return train_crae.crae(net, *rest, **kwargs, select="marginal", eta=1.0)
 
     def evaluate(net, ema, *rest):
         kept["evaluated"].append([{k: v.clone() for k, v in m.state_dict().items()} for m in (net, ema)])
@@ -123,11 +123,11 @@ def test_batches_come_from_their_own_sets_and_are_flipped_only_where_asked(tmp_p
              test_images=images[50:], test_labels=numbers[50:] % 5)
     seen = []
 
-    def objective(net, x_l, y_l, x_u, augment, gen):
+    def objective(net, x_l, y_l, x_u, augment, **_):
         seen.append((x_l[:, 1, 0, 0], y_l, x_u[:, 1, 0, 0], augment(x_u)[:, 0, 8, [4, 11]]))    # left and right of the middle
         return {"a": sum(p.sum() for p in net.parameters()) * 0}
 
-    monkeypatch.setattr(train_crae, "crae", lambda *rest, select, eta: objective(*rest))
+    monkeypatch.setattr(train_crae, "crae", objective)
     train_crae.train(dataset=str(tmp_path / "numbered.npz"), labels=10, flip=flip, steps=20, batch=4, arch="wrn-10-0.25",
                      out=str(tmp_path / "run"), device="cpu")
     x_l, y_l, x_u, sides = (torch.cat(column) for column in zip(*seen))
@@ -142,11 +142,11 @@ def test_batches_come_from_their_own_sets_and_are_flipped_only_where_asked(tmp_p
 def test_logged_losses_are_means_over_the_interval(tmp_path, monkeypatch):
     seen = []
 
-    def constant(net, x_l, y_l, x_u, augment, gen):
+    def constant(net, *rest, **_):
         seen.append(len(seen) + 1.0)
         return {"a": sum(p.sum() for p in net.parameters()) * 0 + seen[-1], "b": torch.tensor(2.0)}
 
-    monkeypatch.setattr(train_crae, "crae", lambda *rest, select, eta: constant(*rest))
+    monkeypatch.setattr(train_crae, "crae", constant)
     monkeypatch.setitem(presets.digits, "epoch", 2)
     train_crae.train(steps=5, batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
     rows = list(csv.DictReader((tmp_path / "run" / "log.csv").open()))
@@ -155,13 +155,13 @@ def test_logged_losses_are_means_over_the_interval(tmp_path, monkeypatch):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(tmp_path, monkeypatch):
-    def diverge(net, x_l, y_l, x_u, augment, gen):
+    def diverge(net, *rest, **_):
         diverge.steps += 1
         bad = float("nan") if diverge.steps == 4 else 1.0
         return {"good": sum(p.sum() for p in net.parameters()) * 0, "bad": torch.tensor(bad)}
 
     diverge.steps = 0
-    monkeypatch.setattr(train_crae, "crae", lambda *rest, select, eta: diverge(*rest))
+    monkeypatch.setattr(train_crae, "crae", diverge)
     monkeypatch.setitem(presets.digits, "epoch", 2)
     with pytest.raises(SystemExit, match="loss_bad is not finite at step 4"):
         train_crae.train(steps=6, batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
@@ -222,7 +222,7 @@ def test_which_model_is_scored_on_which_images():
         nets.append(make_model("wrn-10-0.25", 10, 10).train())
     index = dict(sample=torch.arange(200), validation=torch.arange(200, 500), test=torch.arange(500, 900))
     scores, matrix = training.evaluate(*nets, images, labels, index, 10, log_p_z)
-    assert nets[0].training and not nets[1].training
+    assert nets[0].training and nets[1].training
     net, ema = (n.eval() for n in nets)
     with torch.inference_mode():
         unlabeled = training.score_unlabeled(ema, images, labels, index["sample"], 10, log_p_z)
@@ -247,13 +247,25 @@ def test_the_sample_is_fixed_and_prefers_known_classes():
 
 def test_reported_error_is_the_median_of_the_last_20_beside_the_papers(capsys):
     rows = [dict(step=str(i), test_error=str(float(i))) for i in range(1, 31)]
-    config = presets.cifar10 | dict(out="runs/x", dataset="cifar10", labels=250, method="crae_plus")
+    config = dict(out="runs/x", paper="10.76 %")
     assert training.report(config, rows)["median_test_error"] == 20.5           # of 11 .. 30
     assert capsys.readouterr().out == ("runs/x: test error 20.50 % (median of the last 20 evaluations), 30.00 % at the "
                                        "end; the paper: 10.76 %\n")
-    training.report(config | dict(steps=20), rows)              # not the paper's setting
-    training.report(config | presets.digits | dict(dataset="digits"), rows)
+    assert training.report(config | dict(paper=None), rows)["test_error"] == 30
     assert "the paper" not in capsys.readouterr().out
+    assert training.report(config, [dict(step="1", test_error="", rotation_accuracy="75")])["median_test_error"] is None
+    assert capsys.readouterr().out == "runs/x: rotation accuracy 75.00 % at the end\n"      # a stage without a classifier
+
+
+def test_the_papers_error_stands_beside_a_run_only_in_its_setting():
+    def paper(method="crae_plus", **flags):
+        flags = {k: p.default for k, p in inspect.signature(train_crae.train).parameters.items()} | flags
+        return training.resolve(train_crae.train, flags, method)["paper"]
+
+    assert paper(dataset="cifar10", labels=250) == "10.76 %" and paper(dataset="cifar10", labels=4000) == "5.98 %"
+    assert paper("crae", dataset="svhn", labels=1000) == "5.76 %"
+    assert paper("ict", dataset="cifar10", labels=4000) == "7.29 %, quoted from ict"
+    assert paper(dataset="cifar10", labels=251) is paper(dataset="digits") is paper(dataset="cifar10", labels=250, steps=20) is None
 
 
 # ---------------------------------------------------------------- splits and folders
