@@ -191,21 +191,25 @@ def read_images(files, image_size, name):
 
 
 def read_image(file, image_size):
-    """Any size, any mode: upright by its EXIF note, short side scaled to image_size, centre cropped, RGB."""
     try:
-        with Image.open(file) as image:
-            image = ImageOps.exif_transpose(image)              # a rotation method must see photographs upright
-            if image.mode[0] in "IF":                           # 16 or 32 bits: PIL's own conversion would clip at 255
-                grey = np.asarray(image).astype(np.float64)
-                if image.mode.startswith("I;16") or grey.max() > 255:
-                    grey /= 257
-                elif image.mode == "F" and grey.max() <= 1:
-                    grey *= 255
-                image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
-            image = TF.resize(image.convert("RGB"), image_size, antialias=True)
-            return np.asarray(TF.center_crop(image, image_size))
+        return decode(file, image_size)
     except Exception as error:                                  # PIL raises many things for bad files
         sys.exit(f"--dataset: cannot read the image {file} ({error}); mend or remove it")
+
+
+def decode(file, image_size):
+    """Any size, any mode: upright by its EXIF note, short side scaled to image_size, centre cropped, RGB. (S, S, 3)"""
+    with Image.open(file) as image:
+        image = ImageOps.exif_transpose(image)                  # a rotation method must see photographs upright
+        if image.mode[0] in "IF":                               # 16 or 32 bits: PIL's own conversion would clip at 255
+            grey = np.asarray(image).astype(np.float64)
+            if image.mode.startswith("I;16") or grey.max() > 255:
+                grey /= 257
+            elif image.mode == "F" and grey.max() <= 1:
+                grey *= 255
+            image = Image.fromarray(grey.clip(0, 255).astype(np.uint8))
+        image = TF.resize(image.convert("RGB"), image_size, antialias=True)
+        return np.asarray(TF.center_crop(image, image_size))
 
 
 # ---------------------------------------------------------------- split
@@ -363,7 +367,7 @@ def strong_augment(x, gen):
     """FixMatch's RandAugment on a batch: two operations an image, drawn anew with their strengths, then Cutout.
 
     x (N, 3, S, S) uint8 to the same. The operations and their ranges are FixMatch's (its table of transformations).
-    ours: an operation is computed for the whole batch and kept for the images that drew it, since indices of a
+    ours: both operations always act (its code skips each with chance 1/2); an operation is computed for the whole batch and kept for the images that drew it, since indices of a
     different length in every step would make the GPU wait for the CPU; where an image is moved, what comes in is grey.
     """
     for _ in range(2):
@@ -399,8 +403,9 @@ def move(x, op, u):
     shear_x, shear_y, shift_x, shift_y = (torch.where(op == k, 0.3 * way, 0) for k in (10, 11, 12, 13))  # FixMatch: 0.3
     rows = [torch.stack([angle.cos(), shear_x - angle.sin(), 2 * shift_x], 1),
             torch.stack([shear_y + angle.sin(), angle.cos(), 2 * shift_y], 1)]
-    grid = F.affine_grid(torch.stack(rows, 1), (N, 3, S, S), align_corners=False)       # (N, S, S, 2)
-    moved = F.grid_sample(x.float() - 127, grid, align_corners=False)           # outside: 0, that is grey
+    with torch.autocast(x.device.type, enabled=False):          # bfloat16 would round the places to a tenth of a pixel
+        grid = F.affine_grid(torch.stack(rows, 1), (N, 3, S, S), align_corners=False)   # (N, S, S, 2)
+        moved = F.grid_sample(x.float() - 127, grid, align_corners=False)       # outside: 0, that is grey
     return (moved + 127).round().clamp(0, 255).byte()
 
 

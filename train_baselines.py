@@ -26,7 +26,7 @@ from models import frozen_bn, make_model
 # MixMatch (the first interleaved batch), and S4L, rotation and FixMatch (one joint pass of all images).
 
 # ---------------------------------------------------------------- constants
-# weight is that of the unlabelled term. What is not here (lr, batch, ema, weight_decay, ...) is the dataset's preset.
+# weight is that of the unlabelled term. What is not here (lr, batch, ema, mostly weight_decay, ...) is the dataset's preset.
 
 # The runs of the MixMatch code base on CIFAR-10, except where another source is named. Also for CIFAR-100, and, ours,
 # for every other dataset.
@@ -41,7 +41,7 @@ CIFAR10 = dict(
     mean_teacher=dict(weight=50.0, weight_decay=0.2),
     mixmatch=dict(weight=75.0, beta=0.75, temperature=0.5),
     ict=dict(weight=1000.0, beta=0.75),
-    swa=dict(weight=20.0),                                      # ours: the Pi-Model's
+    swa=dict(weight=20.0, ema=None),                            # ours: the Pi-Model's weight; its average is not an EMA
     fixmatch=dict(weight=1.0, threshold=0.95, lr=0.03, weight_decay=5e-4),      # FixMatch
 )
 CIFAR100 = CIFAR10 | dict(
@@ -56,7 +56,7 @@ SVHN = CIFAR10 | dict(                                          # the MixMatch c
     mean_teacher=dict(weight=150.0, weight_decay=0.02),
     mixmatch=dict(CIFAR10["mixmatch"], weight=250.0),
     ict=dict(weight=20.0, beta=0.5),
-    swa=dict(weight=5.0, weight_decay=0.2),                     # ours: the Pi-Model's
+    swa=dict(weight=5.0, weight_decay=0.2, ema=None),           # ours: the Pi-Model's
 )
 MU = 7                                                          # FixMatch: unlabelled images for a labelled one
 SWA_START, SWA_CYCLE, SWA_EVERY = 150 / 480, 30 / 480, 3 / 480  # fast-SWA: epochs of its run of 480
@@ -140,12 +140,15 @@ def ict(model, x_l, y_l, x_u, *, augment, gen, step, ema, weight, ramp, beta, **
     return terms
 
 
-XI = 0.01   # ours; 1e-6 in VAT. In float32 a difference over 1e-6 is rounding noise: its direction has a cosine of 0.02
-            # with the one in float64 (a trained WRN-10-2 on digits), the one over 0.01 has 0.999.
+XI = 0.1    # ours; VAT: 1e-6, a difference over which is rounding noise in float32. Cosine of the direction with that of
+            # float64 (trained WRN-10-2, digits): 0.02 over 1e-6, 0.98 over 0.1, which a GPU's TF32 resolves, too.
 
 
 def vat(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, epsilon, entropy_weight, **_):
-    """VAT (Miyato et al. 2018): the prediction stays where it is when the image moves in the worst direction."""
+    """VAT (Miyato et al. 2018): the prediction stays where it is when the image moves in the worst direction.
+
+    KL(p(x) || p(x + r)) as in VAT's paper; the MixMatch code base has p(x + r) first.
+    """
     terms = labeled_only(model, x_l, y_l, x_u, augment=augment)
     x = scale(augment(x_u))
     r = worst_direction(model, x, epsilon, gen)
@@ -159,7 +162,7 @@ def vat(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, epsilon, entr
 
 def worst_direction(model, x, epsilon, gen):
     """r of norm epsilon for each image, by one step of the power iteration from a random direction. (B, 3, H, W)"""
-    with frozen_bn(model), torch.autocast(x.device.type, enabled=False):        # a small difference needs float32
+    with frozen_bn(model), torch.autocast(x.device.type, enabled=False):        # a small difference is lost in bfloat16
         with torch.no_grad():
             logits = predict(model, x)
         d = (XI * unit(torch.randn(x.shape, generator=gen, device=x.device))).requires_grad_()
@@ -339,6 +342,7 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
     --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
     --help          this text
     """
+    pretrained = pretrained and str(Path(pretrained))           # one spelling
     flags = dict(locals())
     if method not in OBJECTIVES:
         sys.exit((f"--method {method}: must" if method else "--method: needs a value; it must") + " be one of "
@@ -354,18 +358,18 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
         sys.exit("--nocycles: only --method swa has cycles")
     config = training.resolve(train, flags, method, unnamed=("method",), constants=constants)
     steps = config["steps"]
-    if pretrained:
-        pretrained = find_pretrained(pretrained, config)
     row = training.check_folder(config, longer=method in ("labeled_only", "s4l", "mixup"))     # no value depends on steps
     if row:
         return row
+    in_stage_two = Path(config["out"], "last.pt").exists()
+    backbone = find_pretrained(pretrained, f"--pretrained {pretrained}", config) if pretrained and not in_stage_two else None
     images, labels, split, classes = training.load_run(config)
     torch.manual_seed(seed)                                     # the initial weights
     net = make_model(config["arch"], len(classes), int(method == "s4l"), config["rot_dim"], aux=False,
                      bn_momentum=config["bn_momentum"])
-    if method == "fine_tune":
-        stage_one(net, pretrained, images, labels, split, classes, config)
-    own = {name: config[name] for name in constants if name not in ("lr", "weight_decay")}
+    if method == "fine_tune" and not in_stage_two:
+        net.backbone.load_state_dict(backbone or stage_one(net, images, labels, split, classes, config))
+    own = {name: config[name] for name in constants if name not in ("lr", "weight_decay", "ema")}
     objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps), **own)
     schedule = cyclic if cycles else training.constant
     loop = dict(labeled_only=dict(mu=0), fine_tune=dict(mu=0),  # what differs from CRAE's loop
@@ -374,35 +378,41 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
     return training.fit(net, objective, images, labels, split, classes, config, **loop.get(method, {}))
 
 
-def stage_one(net, pretrained, images, labels, split, classes, config):
-    """fine_tune: net's backbone starts from rotation prediction on all training images, none of whose labels is known."""
-    if not pretrained:
-        training.write_config(config, split, training.resolved_values(net, images, split, classes))     # the run has begun
-        stage = config | dict(method="rotation", out=str(Path(config["out"], "pretrain")), resume=True, paper=None)
-        if not training.check_folder(stage, longer=False):
-            everything = np.concatenate([split["labeled"], split["unlabeled"]])         # both streams draw from all of them
-            parts = dict(labeled=everything, unlabeled=everything, validation=everything[:0], test=everything[:0])
-            rotation_net = make_model(config["arch"], len(classes), 1, config["rot_dim"], aux=False,
-                                      bn_momentum=config["bn_momentum"])
-            training.fit(rotation_net, rotation, images, torch.full_like(labels, -1), parts, classes, stage)
-        pretrained = find_pretrained(stage["out"], config)
-    net.backbone.load_state_dict(pretrained)
+def stage_one(net, images, labels, split, classes, config):
+    """fine_tune: rotation prediction on all training images, none of whose labels is known; the backbone's weights."""
+    training.write_config(config, split, training.resolved_values(net, images, split, classes))         # the run has begun
+    stage = config | dict(method="rotation", out=str(Path(config["out"], "pretrain")), resume=True, paper=None)
+    if not training.check_folder(stage, longer=False):
+        everything = np.concatenate([split["labeled"], split["unlabeled"]])     # both streams draw from all of them
+        parts = dict(labeled=everything, unlabeled=everything, validation=everything[:0], test=everything[:0])
+        rotation_net = make_model(config["arch"], len(classes), 1, config["rot_dim"], aux=False,
+                                  bn_momentum=config["bn_momentum"])
+        training.fit(rotation_net, rotation, images, torch.full_like(labels, -1), parts, classes, stage)
+    return find_pretrained(stage["out"], f"--out {config['out']}: its first stage", config)
 
 
-def find_pretrained(path, config):
-    """The backbone's weights that --pretrained means: a run's folder, its pretrain/, or the file itself."""
-    file = next((p for p in (Path(path), Path(path, "pretrain", "model.pt"), Path(path, "model.pt")) if p.is_file()), None)
+def find_pretrained(path, flag, config):
+    """The backbone's weights in a run's folder, its pretrain/, or the file itself; `flag` is whom an error names."""
+    places = Path(path), Path(path, "pretrain", "model.pt"), Path(path, "model.pt")
+    file = next((p for p in places if p.is_file()), None)
     if not file:
-        sys.exit(f"--pretrained {path}: there is no such file, and no pretrain/model.pt in such a folder")
+        sys.exit(f"{flag}: there is no such file, and no pretrain/model.pt in such a folder")
     try:
         saved = torch.load(file, map_location="cpu", weights_only=True)
-        found = saved["method"], saved["arch"]
+        method, arch, seed = saved["method"], saved["arch"], saved["seed"]
+        trained_on = f"{saved['dataset']} at {saved['image_size']} pixels"
+        weights = {k.removeprefix("backbone."): v for k, v in saved["state"].items() if k.startswith("backbone.")}
+        if (method, arch) == ("rotation", config["arch"]):
+            make_model(arch, 2, 0).backbone.load_state_dict(weights)
     except Exception as error:                                  # whatever a damaged or foreign file makes torch raise
-        sys.exit(f"--pretrained {path}: cannot be read as a saved model ({' '.join(str(error).split())[:100]})")
-    if found != ("rotation", config["arch"]):
-        sys.exit(f"--pretrained {path}: has a {found[1]} of method {found[0]}; needed are the weights of a first stage "
+        sys.exit(f"{flag}: cannot be read as a saved model ({' '.join(str(error).split())[:100]})")
+    if (method, arch) != ("rotation", config["arch"]):
+        sys.exit(f"{flag}: has a {arch} of method {method}; needed are the weights of a first stage "
                  f"(<run>/pretrain/model.pt) for {config['arch']}")
-    return {k.removeprefix("backbone."): v for k, v in saved["state"].items() if k.startswith("backbone.")}
+    if saved["dataset"] != config["dataset"] or seed != config["seed"]:
+        print(f"note: the first stage was trained on {trained_on} with seed {seed}; with another seed it may have seen "
+              "this run's validation images, without labels")
+    return weights
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     if entmin and ext1:
         sys.exit("--entmin: takes the place of extension 1; leave --plus and --ext1 out, --ext2 is possible")
     config = training.resolve(train, flags, method_name(ext1, ext2, entmin, select, heads, aux),
-                              unnamed=("plus", "ext1", "ext2", "entmin", "select", "heads", "aux"))
+                              unnamed=NAMED_BY_METHOD)
     config |= dict(ext1=ext1, ext2=ext2)                        # --plus is both
     row = training.check_folder(config)
     if row:
@@ -165,6 +165,9 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
         objective = partial(crae, select=select, eta=eta)
     p_z = log_p_z if select in ("marginal", "detach") else mean_p_z
     return training.fit(net, objective, images, labels, split, classes, config, p_z)
+
+
+NAMED_BY_METHOD = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux"
 
 
 def method_name(ext1, ext2, entmin, select, heads, aux):

@@ -49,6 +49,7 @@ MEDIAN_OF = 20                          # MixMatch: the reported error is the me
 def command_line(train, argv=None):
     """Call train with the flags of the command line, or say in one line what is wrong with them.
 
+    Parameters of train without a default are the words in front of the flags; *parameters take all other words.
     Fire alone would call train first and complain about a misspelled flag afterwards, so here it only gathers the words.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -65,9 +66,22 @@ def command_line(train, argv=None):
 
     # With a prefix in front, Fire does not take --normal for "no rmal".
     fire.Fire(gather, command=[re.sub(r"^--?(?=[A-Za-z])", "--given_", word) for word in argv])
+    hints = {name: hint for name, hint in typing.get_type_hints(train).items() if name != "return"}
+    arguments = []
+    for name, parameter in inspect.signature(train).parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            arguments += [parse(name, word, hints[name]) for word in words]
+            words = []
+        elif parameter.default is parameter.empty:
+            if not words:
+                choices = ", one of " + ", ".join(typing.get_args(hints[name])) if typing.get_args(hints[name]) else ""
+                sys.exit(f"{name.upper()} is missing{choices}; --help shows how it is called")
+            arguments.append(parse(name.upper(), words.pop(0), hints[name]))
+        else:
+            continue
+        hints.pop(name)
     if words:
         sys.exit(f"{words[0]}: not a flag; flags are written --name value, and --help lists them")
-    hints = {name: hint for name, hint in typing.get_type_hints(train).items() if name != "return"}
     for name in list(flags):                                    # --noaux is --aux=False
         if name not in hints and name.startswith("no") and hints.get(name[2:]) in (bool, bool | None):
             if flags.pop(name) != "True":
@@ -83,18 +97,21 @@ def command_line(train, argv=None):
             sys.exit(f"--{name}: needs a value")
     values = {name: parse(name, text, hints[name]) for name, text in flags.items()}
     try:
-        return train(**values)
+        return train(*arguments, **values)
     except KeyboardInterrupt:                                   # while data is loaded, or a second Ctrl-C
         sys.exit(130)
 
 
 def parse(name, text, hint):
     """The typed word as the type that train's signature asks for."""
+    flag = name if name.isupper() else f"--{name}"              # RUN: a word without a flag
     if isinstance(hint, types.UnionType):                       # int | None: not giving the flag is the None
         hint = typing.get_args(hint)[0]
+    if typing.get_origin(hint) is list:                         # 0,1,2
+        return [parse(name, part, typing.get_args(hint)[0]) for part in text.split(",")]
     if typing.get_origin(hint) is typing.Literal:
         if text not in typing.get_args(hint):
-            sys.exit(f"--{name} {text}: must be one of {', '.join(typing.get_args(hint))}")
+            sys.exit(f"{flag} {text}: must be one of {', '.join(typing.get_args(hint))}")
         return text
     if hint is bool:
         if text.lower() not in ("true", "false"):
@@ -130,12 +147,13 @@ def resolve(train, flags, method, unnamed=(), constants={}):
         changed.pop(name, None)
     if not config["out"]:
         dataset = Path(config["dataset"]).resolve().name.removesuffix(".npz")
-        name = [dataset, config["labels"] or "all", method, config["seed"], *(f"{k}{v}" for k, v in changed.items())]
+        others = [f"{k}{Path(v).name if isinstance(v, str) else v}" for k, v in changed.items()]        # no slash in a name
+        name = [dataset, config["labels"] or "all", method, config["seed"], *others]
         config["out"] = str(Path("runs", "_".join(map(str, name))))
     words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
+    config["changed"] = {k: v for k, v in changed.items() if k != "pretrained"}         # what makes it another setting
     config["command"] = " ".join(["python", Path(inspect.getsourcefile(train)).name, *words])
-    as_in_paper = all(config[k] == v for k, v in preset.items() if k != "labels")       # its steps, network, ...
-    config["paper"] = paper_error(config["dataset"], config["labels"], method) if as_in_paper else None
+    config["paper"] = None if changed else paper_error(config["dataset"], config["labels"], method)
     return config
 
 
@@ -184,10 +202,10 @@ def check_folder(config, longer=True):
     except ValueError:
         sys.exit(f"--out {out}: its config.json is damaged; give another --out")
     for name, value in config.items():
-        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper")
-        may_differ |= longer and name == "steps" and value > saved[name]
-        if not may_differ and saved.get(name) != value:
-            sys.exit(f"--{name} {value}: the run in {out} has {saved.get(name)}; give that, or another --out")
+        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed")
+        may_differ |= longer and name == "steps" and value > saved.get(name, value)
+        if not may_differ and name in saved and saved[name] != value:           # not in it: a flag younger than the run
+            sys.exit(f"--{name} {value}: the run in {out} has {saved[name]}; give that, or another --out")
     rows = read_rows(out / "log.csv", config["steps"])
     done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
     return report(config, rows) if done else None
@@ -221,7 +239,7 @@ def write_config(config, split, resolved):
                     numpy=np.__version__, cuda=torch.version.cuda)
     record = config | dict(resolved=resolved, versions=versions, git_commit=commit or None, git_changed=changed)
     if (out / "config.json").exists():                          # a resumed run keeps the record of its start
-        record = json.loads((out / "config.json").read_text()) | dict(steps=config["steps"])
+        record = json.loads((out / "config.json").read_text()) | {k: config[k] for k in ("steps", "changed", "paper")}
     try:
         out.mkdir(parents=True, exist_ok=True)
         write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
@@ -376,10 +394,15 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
                 print(f"stopped after step {run['step']}; to continue: {config['command']} --resume", file=sys.stderr)
                 sys.exit(128 + stop[0])
 
-    info = dict(method=config["method"], arch=config["arch"], image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
-    write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
-    write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
-    return report(config, rows)
+        info = dict(method=config["method"], dataset=config["dataset"], seed=seed, arch=config["arch"],
+                    image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
+        bar.close()
+        write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
+        write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
+        row = report(config, rows)
+        if stop:                                                # in the last step: it is done, but another stage may follow
+            sys.exit(128 + stop[0])
+    return row
 
 
 def check_finite(losses, step, out):
@@ -494,8 +517,8 @@ def print_config(config, resolved):
     print(f"{'network':>14}  {resolved['parameters']:,} parameters, {resolved['rotation_heads']} rotation heads, "
           f"{resolved['num_classes']} classes, {resolved['image_size']} pixels")
     print(f"training; a line here and in {config['out']}/log.csv every {config['epoch']} steps", flush=True)
-    kept = (1 - config["bn_momentum"]) ** config["steps"], config["ema"] ** config["steps"]
-    if max(kept) > 0.05:                                        # ours: from here on the tested model is visibly unfinished
+    kept = (1 - config["bn_momentum"]) ** config["steps"], (config["ema"] or 0) ** config["steps"]
+    if config["ema"] and max(kept) > 0.05:                                        # ours: from here on the tested model is visibly unfinished
         print(f"note: {config['steps']} steps are few for this preset: {kept[0]:.0%} of the initial BN statistics and "
               f"{kept[1]:.0%} of the initial weights are left in the model that is tested, so expect a high error")
 

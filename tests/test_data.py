@@ -445,6 +445,16 @@ def test_strong_augmentation_is_repeatable_and_strong():
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert a.dtype == torch.uint8 and a.shape == x.shape and a.is_contiguous(memory_format=torch.channels_last)
     assert ((a != x).flatten(1).any(1)).float().mean() > 0.8
+    with torch.autocast("cpu", torch.bfloat16):                 # as on a GPU
+        assert torch.equal(data.strong_augment(x, torch.Generator().manual_seed(0)), a)
+
+
+def test_strong_augmentation_ends_with_cutout(monkeypatch):
+    monkeypatch.setattr(data, "colour_ops", lambda x, u: [x] * 8)
+    monkeypatch.setattr(data, "move", lambda x, op, u: x)
+    x = torch.zeros(500, 3, 16, 16, dtype=torch.uint8)
+    grey = (data.strong_augment(x, torch.Generator().manual_seed(0)) == 127).flatten(1).any(1)
+    assert grey.float().mean() > 0.8                            # a few squares are smaller than a pixel
 
 
 def test_an_empty_batch_has_no_images():

@@ -298,6 +298,16 @@ def test_resume_uses_the_saved_split_and_refuses_other_flags(tmp_path):
     assert row["step"] == 3
 
 
+def test_a_run_from_before_a_flag_was_there_can_be_resumed(tmp_path):
+    flags = dict(steps=2, batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
+    train_crae.train(**flags)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    for name in "entmin", "paper", "changed":
+        config.pop(name)
+    (tmp_path / "run" / "config.json").write_text(json.dumps(config))
+    assert train_crae.train(**flags, resume=True)["step"] == 2
+
+
 def test_a_run_that_is_made_longer_is_finished_only_with_its_new_model(tmp_path, monkeypatch):
     flags = dict(batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run$x^"), device="cpu")
     train_crae.train(**flags, steps=2)
