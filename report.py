@@ -1,0 +1,412 @@
+"""The paper's tables and figures from the logs of runs, the paper's own numbers beside ours.
+
+    python report.py runs/                                      writes report/report.md and its pictures
+    python report.py runs/ --out somewhere/
+
+Reads config.json, log.csv and diversity.csv of every run under the folder, and nothing else; no run is needed for an
+empty report. An error is the median of a finished run's last 20 evaluations; its mean and standard deviation are over
+seeds, whose number stands in brackets.
+"""
+import csv
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import matplotlib
+
+import training
+
+matplotlib.use("Agg")                                           # no screen needed
+from matplotlib import pyplot as plt  # noqa: E402
+
+# The paper's tables: title, and rows as method: name.
+TABLES = {
+    "slfsl": ("SlfSL based SemSL", dict(labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L", crae="CRAE")),
+    "sota": ("SOTA SemSL", dict(
+        labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup", vat="VAT",
+        mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA", fixmatch="FixMatch (not in the paper)",
+        crae_plus="CRAE+")),
+    "components": ("Components", dict(
+        crae="CRAE", crae_ext1="CRAE + ext. 1", crae_plus="CRAE + ext. 1 and 2 (CRAE+)", no_rotation="CRAE without rotation branches",
+        no_rotation_ext1="the same + ext. 1", crae_ext2="CRAE + ext. 2 (not in the paper)",
+        crae_entmin="CRAE + entropy minimisation (not in the paper)")),
+    "ensemble": ("Ensembles", dict(crae="CRAE", random="random select", independent="independent", detach="detached p(y|x)",
+                                   crae_plus="CRAE+")),
+    "aux_classifier": ("Additional classifier", dict(
+        crae="CRAE", crae_no_aux="CRAE without it", crae_plus="CRAE+", crae_plus_no_aux="CRAE+ without it")),
+    "heads": ("Number of independent rotation classifiers", dict(independent_2="2", independent_10="10", independent_20="20")),
+}
+# Names in figures.
+METHODS = {method: name.removesuffix(" (not in the paper)") for _, rows in TABLES.values() for method, name in rows.items()} | dict(
+    no_rotation_ext1="ext. 1 without rotation branches", crae_no_aux="CRAE, no additional classifier",
+    crae_plus_no_aux="CRAE+, no additional classifier") | {f"independent_{k}": f"independent, {k} heads" for k in (2, 10, 20)}
+
+# ---------------------------------------------------------------- reading
+
+
+def read_runs(folder):
+    """All runs under a folder, and a line on everything in it that was passed over."""
+    runs, passed_over, found = [], [], set()
+    for path in sorted(Path(folder).rglob("config.json")):
+        found.add(path.parent.relative_to(folder).parts[:1])
+        try:
+            run = read_run(path.parent)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+            passed_over.append(f"{path.parent}: not a run of this repository, or damaged ({type(error).__name__}: {error})")
+            continue
+        if run["method"] == "rotation":                         # the first stage of fine_tune
+            continue
+        try:
+            run["matrices"] = read_diversity(path.parent / "diversity.csv")
+        except (OSError, ValueError, csv.Error) as error:
+            run["matrices"] = {}
+            passed_over.append(f"{path.parent / 'diversity.csv'}: damaged ({error})")
+        same = "dataset", "labels", "method", "seed", "changed", "rot_dim"
+        twin = next((r for r in runs if all(r[k] == run[k] for k in same)), None)
+        if twin and (twin["finished"] or not run["finished"]):
+            passed_over.append(f"{path.parent}: the same experiment as {twin['path']}, which is counted")
+            continue
+        if twin:
+            runs.remove(twin)
+            passed_over.append(f"{twin['path']}: the same experiment as {path.parent}, which is counted")
+        runs.append(run)
+    for path in sorted(Path(folder).iterdir()):
+        if (path.name,) not in found and path.name != "_ablations":
+            passed_over.append(f"{path}: no run")
+    return runs, passed_over
+
+
+def read_run(path):
+    """A run as a flat dict; ValueError or the like where its files are not what they should be."""
+    config = json.loads((path / "config.json").read_text())
+    steps, heads = int(config["steps"]), config["resolved"]["rotation_heads"]
+    rows = training.read_rows(path / "log.csv", steps)
+    errors = [float(r["test_error"]) for r in rows if r["test_error"]]
+    finished = bool(rows) and int(rows[-1]["step"]) == steps and (path / "model.pt").exists()
+    return dict(path=path, method=config["method"], dataset=Path(config["dataset"]).name, labels=config["labels"] or "all",
+                seed=int(config["seed"]), changed={k: v for k, v in config["changed"].items() if k != "rot_dim"},
+                rot_dim=config["rot_dim"], heads=heads, rows=rows, steps=steps, epoch=config["epoch"], finished=finished,
+                parameters=config["resolved"]["parameters"],
+                error=statistics.median(errors[-training.MEDIAN_OF:]) if errors else None)
+
+
+def read_diversity(path):
+    """{step: C rows of K numbers}, nan for a class without images; a row that was cut off is left out."""
+    matrices = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if None not in row.values():
+                    matrices.setdefault(int(row["step"]), []).append(
+                        [float(v) if v else float("nan") for k, v in row.items() if k.startswith("head_")])
+    return {step: matrix for step, matrix in matrices.items() if len({len(row) for row in matrix}) == 1}
+
+
+def paper_numbers():
+    with (training.HERE / "paper_results.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def setting_of(run):
+    """What was changed by hand against the preset, as text; empty: the dataset's own setting."""
+    return ", ".join(f"{k} {v}" for k, v in sorted(run["changed"].items()))
+
+
+def number(text):
+    """Label counts in order: 250, 4000, 1%, all."""
+    return (0, float(str(text).rstrip("%"))) if str(text).rstrip("%").replace(".", "").isdigit() else (1, 0.0)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def mean_std(errors):
+    """'12.34 ± 0.56 (3)', '12.34 (1)', or nothing."""
+    if not errors:
+        return ""
+    std = f" ± {statistics.stdev(errors):.2f}" if len(errors) > 1 else ""
+    return f"{statistics.mean(errors):.2f}{std} ({len(errors)})"
+
+
+def is_of(run, method):
+    """Whether a run belongs in a method's row; independent with ten classes, and so ten heads, is independent_10 as well."""
+    ten = method == "independent_10" and run["method"] == "independent" and run["heads"] == 10
+    return (run["method"] == method or ten) and run["rot_dim"] is None
+
+
+def errors_of(runs, method, labels):
+    """The errors of the finished runs of a method, in order of their seeds."""
+    chosen = [r for r in runs if is_of(r, method) and str(r["labels"]) == str(labels) and r["finished"]]
+    return [r["error"] for r in sorted(chosen, key=lambda r: r["seed"])]
+
+
+def table(name, title, rows, dataset, runs, with_paper):
+    """The lines of one table in Markdown, and which of the paper's cells are missing; no lines if it has nothing to show."""
+    paper = {(r["labels"], r["method"]): r for r in paper_numbers()
+             if with_paper and r["table"] == name and r["dataset"] == dataset and r["metric"] == "error"}
+    ours = {str(r["labels"]) for r in runs if any(is_of(r, method) for method in rows)}
+    columns = sorted({k for k, _ in paper} | ours, key=number)
+    cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
+    rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
+    if not rows:
+        return [], []
+    head = [cell for k in columns for cell in ([f"{k} labels", "paper"] if paper else [f"{k} labels"])]
+    lines = ["| " + " | ".join([f"{title}, {dataset}", *head]) + " |", "|---" * (len(head) + 1) + "|"]
+    missing = []
+    for method, label in rows.items():
+        line = [label]
+        for k in columns:
+            line.append(cells[method, k])
+            if paper:
+                theirs = paper.get((k, method))
+                quoted = " " + theirs["source"].replace("quoted from ", "[") + "]" if theirs and "quoted" in theirs["source"] else ""
+                line.append(f"{float(theirs['value']):.2f}{quoted}" if theirs else "")
+                if theirs and not cells[method, k]:
+                    missing.append((dataset, k, METHODS[method]))
+        lines.append("| " + " | ".join(line) + " |")
+    return lines, missing
+
+
+def imagenet_table():
+    """ILSVRC-2012: accuracies, the paper's alone until there are runs."""
+    numbers = [r for r in paper_numbers() if r["dataset"] == "imagenet" and r["table"] == "slfsl"]
+    columns = [(k, m) for k in ("1%", "10%") for m in ("top1_accuracy", "top5_accuracy")]
+    names = [f"{k} labels, {m.replace('_accuracy', '').replace('top', 'top-')}" for k, m in columns]
+    lines = ["| SlfSL based SemSL, ILSVRC-2012, accuracy | " + " | ".join(f"{n} | paper" for n in names) + " |",
+             "|---" * (2 * len(columns) + 1) + "|"]
+    for method, label in TABLES["slfsl"][1].items():
+        values = {(r["labels"], r["metric"]): r["value"] for r in numbers if r["method"] == method}
+        if values:
+            lines.append(f"| {label} | " + " | ".join(f" | {float(values[c]):.2f}" for c in columns) + " |")
+    return lines
+
+
+def rotation_dim_rows(runs, labels):
+    """Error of CRAE by the dimension in front of the rotation heads; None, no reduction, comes first."""
+    chosen = [r for r in runs if r["method"] == "crae" and str(r["labels"]) == str(labels) and r["finished"]]
+    dims = sorted({r["rot_dim"] for r in chosen} - {None}, reverse=True)
+    if not dims:
+        return []
+    return [dict(rot_dim=d, errors=[r["error"] for r in chosen if r["rot_dim"] == d],
+                 parameters=next(r["parameters"] for r in chosen if r["rot_dim"] == d))
+            for d in ([None] if any(r["rot_dim"] is None for r in chosen) else []) + dims]
+
+
+# ---------------------------------------------------------------- figures
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def draw_error_against_labels(runs, dataset, with_paper, path):
+    """Ours with error bars, the paper's dashed in the same colour."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    paper = [r for r in paper_numbers() if with_paper and r["dataset"] == dataset and r["metric"] == "error"]
+    methods = [m for m in METHODS if any(r["method"] == m and r["finished"] and r["rot_dim"] is None for r in runs)]
+    for k, method in enumerate(methods):
+        counts = sorted({str(r["labels"]) for r in runs if r["method"] == method and r["labels"] != "all"}, key=number)
+        points = [(int(c), errors_of(runs, method, c)) for c in counts]
+        points = [(c, e) for c, e in points if e]
+        if not points:
+            continue
+        style = dict(color=plt.get_cmap("tab20")(k % 20), marker="osv^D"[k % 5])
+        aside = 1 + 0.012 * (k - (len(methods) - 1) / 2)        # so that bars do not cover each other
+        axes.errorbar([c * aside for c, _ in points], [statistics.mean(e) for _, e in points],
+                      [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=METHODS[method], capsize=3, **style)
+        theirs = sorted({(int(r["labels"]), float(r["value"])) for r in paper if r["method"] == method})
+        if theirs:
+            axes.plot(*zip(*theirs), linestyle="--", alpha=0.6, label=f"{METHODS[method]}, the paper", color=style["color"])
+    counts = sorted({r["labels"] for r in runs if r["labels"] != "all"})
+    if len(counts) > 1:
+        axes.set_xscale("log")
+    axes.set_xticks(counts, [str(c) for c in counts])
+    axes.minorticks_off()
+    axes.set(xlabel="labelled images", ylabel="test error (%)", ylim=(0, None), title=dataset)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside right upper")
+    save(figure, path)
+
+
+def draw_curves(runs, title, path):
+    """Test error of the averaged weights over the steps, the mean of a method's seeds."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    for k, method in enumerate(m for m in METHODS if any(r["method"] == m for r in runs)):
+        curves = [{int(row["step"]): float(row["test_error"]) for row in r["rows"] if row["test_error"]}
+                  for r in runs if r["method"] == method]
+        steps = sorted(set.intersection(*map(set, curves)))
+        axes.plot(steps, [statistics.mean(c[s] for c in curves) for s in steps], color=plt.get_cmap("tab20")(k % 20),
+                  label=f"{METHODS[method]} ({len(curves)})", linewidth=1.2)
+    axes.set(xlabel="step", ylabel="test error (%)", ylim=(0, None), title=title)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside right upper")
+    save(figure, path)
+
+
+def mean_diagonal(matrix):
+    """How often a class's own head knows its rotation best: 1/K for heads that are all alike, 1 for specialised ones."""
+    own = [row[i] for i, row in enumerate(matrix) if i < len(row) and row[i] == row[i]]
+    return statistics.mean(own) if own else float("nan")
+
+
+def show_matrix(axes, matrix, title):
+    axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+    axes.set_title(title, fontsize=9)
+    axes.set(xticks=[], yticks=[])
+
+
+def draw_diversity(run, title, path, count=4):
+    """The paper's figure: error of p(y|x) on unlabelled images above, the matrix at several epochs below."""
+    matrices = run["matrices"]
+    points = [(int(r["step"]) / run["epoch"], float(r["unlabeled_error"])) for r in run["rows"] if r["unlabeled_error"]]
+    steps = sorted(matrices)
+    chosen = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
+    figure = plt.figure(figsize=(7, 4.6), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
+    axes = above.subplots()
+    axes.plot(*zip(*points), color="tab:red")
+    axes.set(xlabel="epoch", ylabel="error of p(y|x),\nunlabelled images (%)", ylim=(0, None))
+    for step in chosen:
+        axes.axvline(step / run["epoch"], color="grey", linewidth=0.8, linestyle=":")
+    axes.grid(alpha=0.3)
+    for k, step in enumerate(chosen):
+        show_matrix(below.add_subplot(1, len(chosen), k + 1), matrices[step],
+                    f"epoch {step / run['epoch']:g}\ndiagonal {mean_diagonal(matrices[step]):.2f}")
+    below.supylabel("class", fontsize=9)
+    below.supxlabel("rotation head", fontsize=9)
+    save(figure, path)
+
+
+def draw_diversity_pair(crae, plus, title, path):
+    """The paper's other figure: the last matrices of CRAE and CRAE+ side by side."""
+    figure, axes = plt.subplots(1, 2, figsize=(6, 3.4), layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    for a, run, name in zip(axes, (crae, plus), ("CRAE", "CRAE+")):
+        last = max(run["matrices"])
+        show_matrix(a, run["matrices"][last], f"{name}, epoch {last / run['epoch']:g}, diagonal {mean_diagonal(run['matrices'][last]):.2f}")
+        a.set(xlabel="rotation head", ylabel="class")
+    figure.colorbar(axes[0].images[0], ax=axes, shrink=0.8)
+    save(figure, path)
+
+
+def draw_rotation_dim(rows, title, path):
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    reduced = [r for r in rows if r["rot_dim"]]
+    axes.errorbar([r["rot_dim"] for r in reduced], [100 - statistics.mean(r["errors"]) for r in reduced],
+                  [statistics.stdev(r["errors"]) if len(r["errors"]) > 1 else 0 for r in reduced], marker="o", capsize=3, label="reduced")
+    for r in rows:
+        if r["rot_dim"] is None:
+            axes.axhline(100 - statistics.mean(r["errors"]), color="grey", linestyle="--", label="no reduction")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([r["rot_dim"] for r in reduced], [str(r["rot_dim"]) for r in reduced])
+    axes.set(xlabel="dimension in front of the rotation heads", ylabel="test accuracy (%)", title=title)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save(figure, path)
+
+
+# ---------------------------------------------------------------- the report
+
+
+def report(runs: str, out: str = "report") -> str:
+    """RUNS           the folder that holds the runs, for instance runs/
+
+    --out          where report.md and the pictures go; without it report/
+    --help         this text
+    """
+    folder, out = Path(runs), Path(out)
+    if not folder.is_dir():
+        sys.exit(f"RUNS {folder}: there is no such folder")
+    if out.exists() and not out.is_dir():
+        sys.exit(f"--out {out}: is a file")
+    found, passed_over = read_runs(folder)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        lines, missing = write_sections(found, out)
+        unfinished = [r for r in found if not r["finished"]]
+        text = ["# Report", "", f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished. Test errors in "
+                "percent: the median of a run's last 20 evaluations, mean ± standard deviation over seeds (number of seeds). "
+                "'paper': the number of the CRAE paper, in square brackets whom it quotes; MixMatch's runs kept one image for "
+                "validation.", "", *lines]
+        text += section("Unfinished, and not counted", [f"{r['path']}: step {r['rows'][-1]['step'] if r['rows'] else 0} of {r['steps']}"
+                                                        for r in unfinished])
+        places = list(dict.fromkeys((dataset, k) for dataset, k, _ in missing))
+        text += section("In the paper's tables, and not run", [
+            f"{dataset}, {k} labels: " + ", ".join(m for *place, m in missing if place == [dataset, k]) for dataset, k in places])
+        text += section("Passed over", passed_over)
+        (out / "report.md").write_text("\n".join(text) + "\n")
+    except OSError as error:
+        sys.exit(f"--out {out}: cannot be written ({error.strerror})")
+    for line in passed_over:
+        print(f"passed over: {line}", file=sys.stderr)
+    print(f"{out / 'report.md'}: {len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished, "
+          f"{len(missing)} of the paper's numbers without a run of ours")
+    return str(out / "report.md")
+
+
+def section(title, items):
+    return [f"## {title}", "", *(f"- {item}" for item in items), ""] if items else []
+
+
+def write_sections(found, out):
+    """The report's lines, dataset by dataset and setting by setting, with the pictures; and the paper's missing cells."""
+    lines, missing = [], []
+    datasets = list(dict.fromkeys([*(r["dataset"] for r in paper_numbers()), *(r["dataset"] for r in found)]))
+    for dataset in datasets:
+        if dataset == "imagenet":
+            lines += ["## imagenet", "", *imagenet_table(), ""]
+            continue
+        of_dataset = [r for r in found if r["dataset"] == dataset]
+        settings = list(dict.fromkeys(["", *map(setting_of, of_dataset)]))
+        for k, setting in enumerate(settings):
+            runs = [r for r in of_dataset if setting_of(r) == setting]
+            with_paper = setting == "" and any(r["dataset"] == dataset for r in paper_numbers())
+            if runs or with_paper:
+                lines += [f"## {dataset}" + (f", with {setting} (not the preset's, so no number of the paper)" if setting else ""), ""]
+                others = sorted({r["method"] for r in runs} - {m for _, rows in TABLES.values() for m in rows})
+                for name, (title, rows) in (TABLES | {"": ("Others", {m: m for m in others})}).items():
+                    rows, absent = table(name, title, rows, dataset, runs, with_paper)
+                    lines += [*rows, ""] if rows else []
+                    missing += absent
+                lines += write_figures(runs, dataset, f"{dataset}{f'_{k}' if k else ''}", with_paper, out)
+    return lines, list(dict.fromkeys(missing))
+
+
+def write_figures(runs, dataset, stem, with_paper, out):
+    """The pictures of one setting of a dataset, and the lines that show them."""
+    lines = []
+
+    def picture(name, text):
+        lines.extend([f"![{text}]({name})", ""])
+        return out / name
+
+    finished = [r for r in runs if r["finished"]]
+    if finished:
+        draw_error_against_labels(finished, dataset, with_paper, picture(f"{stem}_labels.png", "error against labels"))
+    for labels in sorted({r["labels"] for r in runs}, key=number):
+        some = [r for r in runs if r["labels"] == labels and r["rot_dim"] is None]
+        title = f"{dataset}, {labels} labels"
+        if any(r["rows"] for r in some):
+            draw_curves([r for r in some if r["rows"]], f"{title} (number of seeds)", picture(f"{stem}_{labels}_curves.png", f"error curves, {title}"))
+        pair = {}
+        for method in "crae", "crae_plus":
+            run = next((r for r in some if r["method"] == method and r["finished"] and r["matrices"]), None)
+            if run:
+                pair[method] = run
+                draw_diversity(run, f"{METHODS[method].split(' (')[0]}, {title}, seed {run['seed']}",
+                               picture(f"{stem}_{labels}_diversity_{method}.png", f"diversity of the rotation heads, {title}"))
+        if len(pair) == 2:
+            draw_diversity_pair(*pair.values(), title, picture(f"{stem}_{labels}_diversity.png", f"CRAE against CRAE+, {title}"))
+        rows = rotation_dim_rows(runs, labels)
+        if rows:
+            lines += [f"| Dimension, {title} | error | parameters of the network |", "|---|---|---|",
+                      *(f"| {r['rot_dim'] or 'no reduction'} | {mean_std(r['errors'])} | {r['parameters']:,} |" for r in rows), ""]
+            draw_rotation_dim(rows, title, picture(f"{stem}_{labels}_rotation_dim.png", f"accuracy against rotation dimension, {title}"))
+    return lines
+
+
+if __name__ == "__main__":
+    training.command_line(report)

@@ -1,0 +1,138 @@
+"""Tables to the digit from hand-made logs; half-finished, broken and foreign files; every figure is drawn."""
+import csv
+import json
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import report
+import training
+
+
+def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed={}, rot_dim=None,
+             finished=True, heads=3, diversity=True, name=None):
+    path = folder / (name or f"{dataset}_{labels}_{method}_{seed}_{'_'.join(map(str, [*changed.values(), rot_dim]))}")
+    path.mkdir(parents=True)
+    steps = 20 * len(errors) if finished else 20 * len(errors) + 20
+    config = dict(method=method, dataset=dataset, labels=labels, seed=seed, steps=steps, epoch=20, rot_dim=rot_dim,
+                  changed=dict(changed) | (dict(rot_dim=rot_dim) if rot_dim else {}),
+                  resolved=dict(rotation_heads=heads, num_classes=3, parameters=1000 + (rot_dim or 0)))
+    (path / "config.json").write_text(json.dumps(config))
+    rows = [dict(step=20 * (i + 1), epoch=i + 1, test_error=e, unlabeled_error=e + 1, rotation_accuracy=50) for i, e in enumerate(errors)]
+    training.write_rows(path / "log.csv", rows, "w")
+    if diversity:
+        for i in range(len(errors)):
+            training.write_rows(path / "diversity.csv", [{"step": 20 * (i + 1), "class": c} | {
+                f"head_{j}": 0.8 if j == c else 0.1 for j in range(3)} for c in range(3)], "a")
+    if finished:
+        (path / "model.pt").touch()
+    return path
+
+
+def cells(path, dataset, start):
+    """The cells of the only row of that name in a dataset's section."""
+    section = path.read_text().split(f"## {dataset}\n")[1].split("\n## ")[0]
+    line, = [line for line in section.splitlines() if line.startswith(f"| {start} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs, errors=[99.0] * 5 + [10.0] * 10 + [12.0] * 10, seed=0)       # the median of the last 20 is 11
+    make_run(runs, errors=[13.0] * 25, seed=1)
+    make_run(runs, "crae_plus", errors=[7.125], seed=0)
+    make_run(runs, "crae", labels=100, errors=[5.0, 6.0], seed=0)
+    make_run(runs, "independent", errors=[9.0], heads=10)
+    make_run(runs, "independent_2", errors=[8.0], heads=2)
+    out = report.report(str(runs), out=str(tmp_path / "report"))
+    path = tmp_path / "report" / "report.md"
+    assert out == str(path)
+    text = path.read_text()
+    assert cells(path, "digits", "CRAE + ext. 1 and 2 (CRAE+)") == ["CRAE + ext. 1 and 2 (CRAE+)", "7.12 (1)", ""]
+    assert "| CRAE | 12.00 ± 1.41 (2) | 5.50 (1) |" in text     # sqrt(2) is the deviation of 11 and 13
+    assert cells(path, "digits", "10") == ["10", "9.00 (1)"] and cells(path, "digits", "2") == ["2", "8.00 (1)"]
+    assert "| Components, digits | 50 labels | 100 labels |" in text and "paper" not in text.split("## digits")[1].split("##")[0]
+    for name in "digits_labels", "digits_50_curves", "digits_50_diversity_crae", "digits_50_diversity_crae_plus", "digits_50_diversity":
+        assert f"({name}.png)" in text and np.asarray(Image.open(tmp_path / "report" / f"{name}.png").convert("L")).std() > 5
+
+
+def test_the_papers_numbers_stand_beside_ours_and_what_is_missing_is_said(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs, "mixmatch", "cifar10", 250, errors=[11.5])
+    make_run(runs, "crae", "cifar10", 250, errors=[18.0], changed=dict(steps=40))
+    report.report(str(runs), out=str(tmp_path / "report"))
+    path = tmp_path / "report" / "report.md"
+    assert cells(path, "cifar10", "MixMatch")[1:5] == ["11.50 (1)", "11.08 [mixmatch]", "", "9.65 [mixmatch]"]
+    text = path.read_text()
+    assert "| CRAE+ |  | 10.76 |" in text                       # not run: empty
+    short = text.split("## cifar10, with steps 40")[1].split("\n## ")[0]
+    assert "| CRAE | 18.00 (1) |" in short and "17.07" not in short             # another setting: no number of the paper
+    missing = text.split("## In the paper's tables, and not run")[1]
+    assert "- cifar10, 250 labels: " in missing and "MixMatch" not in missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
+    assert "CRAE" in missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
+    assert "41.26" in text and "top-5" in text                  # ILSVRC-2012
+
+
+def test_a_half_finished_sweep_and_files_that_are_no_runs(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    make_run(runs, errors=[20.0, 10.0], seed=0)
+    make_run(runs, errors=[20.0], seed=1, finished=False)
+    half = make_run(runs, errors=[20.0, 12.0, 11.0], seed=2, finished=False)
+    (half / "log.csv").write_text((half / "log.csv").read_text() + "80,4")      # a row that was being written
+    nothing = make_run(runs, errors=[1.0], seed=3, finished=False)
+    (nothing / "log.csv").unlink()
+    for name, file, content in (("damaged", "config.json", b"{"), ("list", "config.json", b"[]"), ("binary", "config.json", b"\xff\xfe\x00"),
+                                ("foreign", "config.json", b'{"model": 3}'), ("words", "readme.txt", b"hello")):
+        (runs / name).mkdir()
+        (runs / name / file).write_bytes(content)
+    broken = make_run(runs, errors=[5.0], seed=4, name="brokenlog")
+    (broken / "log.csv").write_bytes(b"step,test_error\n20,abc\n")
+    matrix = make_run(runs, "crae_plus", errors=[5.0], name="brokenmatrix")
+    (matrix / "diversity.csv").write_bytes(b"step,class,head_0\n20,a,x\n")
+    (runs / "stray.bin").write_bytes(b"\0" * 100)
+    twin = make_run(runs, errors=[20.0, 10.0], seed=0, name="zz_twin")
+    report.report(str(runs), out=str(tmp_path / "report"))
+    text, errors = (tmp_path / "report" / "report.md").read_text(), capsys.readouterr().err
+    assert "| CRAE | 15.00 (1) |" in text and "2 finished runs, 3 unfinished" in text
+    assert "step 20 of 40" in text and "step 60 of 80" in text and "step 0 of 40" in text
+    for name in "damaged", "list", "binary", "foreign", "words", "brokenlog", "brokenmatrix", "stray.bin", twin.name:
+        assert name in text.split("## Passed over")[1] and name in errors, name
+
+
+def test_no_runs_give_the_papers_tables(tmp_path):
+    (tmp_path / "runs").mkdir()
+    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text()
+    with (training.HERE / "paper_results.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["table"] != "slfsl_reported":
+                assert f"{float(row['value']):.2f}" in text, row
+    assert not list((tmp_path / "report").glob("*.png"))
+
+
+def test_rotation_dimension(tmp_path):
+    for dim, error in (None, 10.0), (16, 11.0), (4, 15.0):
+        for seed in 0, 1:
+            make_run(tmp_path / "runs", errors=[error + seed], rot_dim=dim, seed=seed)
+    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "| no reduction | 10.50 ± 0.71 (2) | 1,000 |\n| 16 | 11.50 ± 0.71 (2) | 1,016 |\n| 4 | 15.50 ± 0.71 (2) | 1,004 |" in text
+    assert "| CRAE | 10.50 ± 0.71 (2) |" in text                # reduced runs are not in the other tables
+    assert (tmp_path / "report" / "digits_50_rotation_dim.png").stat().st_size > 5000
+
+
+def test_mean_of_the_diagonal():
+    assert report.mean_diagonal([[0.5, 0.5], [0.25, 0.75]]) == 0.625
+    assert report.mean_diagonal([[math.nan, math.nan], [0.25, 0.75]]) == 0.75
+
+
+def test_bad_input_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    for words, message in ([], "RUNS is missing"), (["nowhere"], "no such folder"), ([".", "--out", "file"], "--out"), (
+            [".", "other"], "not a flag"), ([".", "--in", "x"], "--in"):
+        with pytest.raises(SystemExit) as stop:
+            training.command_line(report.report, words)
+        assert message in stop.value.code and "\n" not in stop.value.code
