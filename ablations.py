@@ -9,6 +9,7 @@ The runs are runs of train_crae.py, in the folder that `python report.py` reads.
 another table or a person has made them; unfinished ones are continued. So the same command continues a stopped sweep.
 """
 import collections
+import csv
 import inspect
 import os
 import shlex
@@ -74,18 +75,35 @@ def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "
         sys.exit(f"--out {out}: is a file")
     common = dict(dataset=dataset, steps=steps, arch=arch, batch=batch, image_size=image_size, data_dir=data_dir, device=device)
     preset = presets.for_dataset(dataset)
-    rows = [dict(rot_dim=dim) for dim in dims_of(arch or preset["arch"])] if table == "rotation_dim" else ROWS[table]
-    labels = labels or [preset["labels"]]
+    rows = ([dict(rot_dim=dim) for dim in dims_of(arch or preset["arch"])] if table == "rotation_dim" else
+            [dict(row) for row in ROWS[table]])
+    labels, seeds = list(dict.fromkeys(labels or [preset["labels"]])), list(dict.fromkeys(seeds))
+    settle(common, out)                                         # refuses bad values
+    num_classes = check_data(table, dataset, data_dir, image_size or preset["image_size"], labels, preset["validation"], seeds[0])
+    for row in rows:
+        if row.get("heads") == num_classes:                     # the ensemble's own number: one experiment, one name
+            row.pop("heads")
     runs = [settle(row | common | dict(labels=n, seed=seed), out) for n in labels for row in rows for seed in seeds]
-    images, y, parts, classes = data.load(dataset, data_dir, runs[0]["config"]["image_size"])
-    for n in labels:                                            # what would be refused is refused now
-        data.make_split(y, parts, n, preset["validation"], seeds[0])
-    for run in runs:                                            # as many heads as classes is the ensemble's own number
-        if run["flags"].get("heads") == len(classes):
-            run.update(settle(run["flags"] | dict(heads=None), out))
-    runs = list({run["folder"]: run for run in runs}.values())  # each once
-    sweep(runs, jobs, device)
-    return show(table, runs, [n or "all" for n in labels], len(classes), Path(out))
+    for run in runs:
+        if run["folder"].exists() and any(run["folder"].iterdir()):
+            training.refuse_other_flags(run["config"] | dict(out=str(run["folder"])))
+    Path(out).mkdir(parents=True, exist_ok=True)
+    with training.locked(out):
+        failed = sweep(runs, jobs, device)
+    shown = show(table, [run for run in runs if finished(run)], [n or "all" for n in labels], num_classes, Path(out))
+    if failed:
+        sys.exit(f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0]}")
+    return shown
+
+
+def check_data(table, dataset, data_dir, image_size, labels, validation, seed):
+    """What the data would refuse is refused now; the number of classes."""
+    _, y, parts, classes = data.load(dataset, data_dir, image_size)
+    for n in labels:
+        split = data.make_split(y, parts, n, validation, seed)
+        if table == "diversity" and (y[split["unlabeled"]] < 0).all():
+            sys.exit(f"--dataset {dataset}: the classes of its unlabelled images are not known, so there is no diversity matrix")
+    return len(classes)
 
 
 def dims_of(arch):
@@ -103,6 +121,7 @@ def settle(flags, out):
     method = train_crae.method_name(every["plus"] or every["ext1"], every["plus"] or every["ext2"], every["entmin"], every["select"],
                                     every["heads"], every["aux"])
     config = training.resolve(train_crae.train, every, method, unnamed=train_crae.NAMED_BY_METHOD)
+    config |= dict(ext1=every["plus"] or every["ext1"], ext2=every["plus"] or every["ext2"])            # as train_crae.py does
     return dict(flags=flags, config=config, folder=Path(out, Path(config["out"]).name))
 
 
@@ -110,8 +129,11 @@ def settle(flags, out):
 
 
 def steps_done(run):
-    rows = training.read_rows(run["folder"] / "log.csv", run["config"]["steps"])
-    return int(rows[-1]["step"]) if rows else 0
+    try:
+        rows = training.read_rows(run["folder"] / "log.csv", run["config"]["steps"])
+        return int(rows[-1]["step"]) if rows else 0
+    except (OSError, ValueError, KeyError, csv.Error):          # a damaged log: train_crae.py will say so
+        return 0
 
 
 def finished(run):
@@ -122,8 +144,10 @@ def start(run, place, jobs, device):
     """train_crae.py as a process of its own, with its share of the cores or one of the GPUs."""
     words = [f"--{k}={v}" for k, v in run["flags"].items()]
     environment = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs))))
-    if device != "cpu" and torch.cuda.device_count() > 1 and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        environment["CUDA_VISIBLE_DEVICES"] = str(place % torch.cuda.device_count())
+    if device in (None, "cuda") and torch.cuda.device_count() > 1:
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        gpus = gpus if gpus != [""] else [str(k) for k in range(torch.cuda.device_count())]
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
     output = tempfile.TemporaryFile("w+")
     script = Path(train_crae.__file__)
     process = subprocess.Popen([sys.executable, script, *words, f"--out={run['folder']}", "--resume"], stdout=output,
@@ -137,36 +161,37 @@ def last_line(output):
 
 
 def sweep(runs, jobs, device):
-    """All runs to their end, `jobs` at a time; stopped, they save what they have, and so does the sweep."""
+    """All runs to their end, `jobs` at a time; stopped, they save what they have. What failed, a line each."""
     waiting = collections.deque(run for run in runs if not finished(run))
     print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
     running, failed, total = [], [], sum(run["config"]["steps"] for run in runs)
-    with training.stop_signals() as stop, tqdm(total=total, initial=sum(map(steps_done, runs)), unit="step", disable=None,
+    done = {run["folder"]: steps_done(run) for run in runs}
+    with training.stop_signals() as stop, tqdm(total=total, initial=sum(done.values()), unit="step", disable=None,
                                                smoothing=0) as bar:
-        while running or waiting and not stop:
-            while waiting and len(running) < jobs and not stop:
-                free = min(set(range(jobs)) - {job["place"] for job in running})
-                running.append(start(waiting.popleft(), free, jobs, device))
-            time.sleep(0.5)
-            for job in [job for job in running if job["process"].poll() is not None]:
-                running.remove(job)
-                line, code = last_line(job["output"]), job["process"].returncode
-                bar.write(line)
-                if code and not stop:
-                    failed.append(f"{job['run']['folder']}: {line}")
-            bar.n = sum(map(steps_done, runs))
-            bar.set_postfix_str(f"{sum(map(finished, runs))} of {len(runs)} runs", refresh=True)
-            if stop:
-                for job in running:
-                    job["process"].send_signal(signal.SIGTERM)
-                for job in running:
-                    job["process"].wait()
-                running = []
+        try:
+            while (running or waiting) and not stop:
+                while waiting and len(running) < jobs:
+                    free = min(set(range(jobs)) - {job["place"] for job in running})
+                    running.append(start(waiting.popleft(), free, jobs, device))
+                time.sleep(0.5)
+                done |= {job["run"]["folder"]: steps_done(job["run"]) for job in running}
+                for job in [job for job in running if job["process"].poll() is not None]:
+                    running.remove(job)
+                    line = last_line(job["output"])
+                    bar.write(line)
+                    if job["process"].returncode:
+                        failed.append(f"{job['run']['folder']}: {line}")
+                bar.n = sum(done.values())
+                bar.set_postfix_str(f"{len(runs) - len(waiting) - len(running)} of {len(runs)} runs", refresh=True)
+        finally:                                                # whatever ended the sweep, its runs save and end with it
+            for job in running:
+                job["process"].send_signal(signal.SIGTERM)
+            for job in running:
+                job["process"].wait()
     if stop:
         print(f"stopped; to continue: python {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}", file=sys.stderr)
         sys.exit(128 + stop[0])
-    if failed:
-        sys.exit(f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0]}")
+    return failed
 
 
 # ---------------------------------------------------------------- what it shows
@@ -176,19 +201,21 @@ def show(table, runs, labels, num_classes, out):
     """The table, printed, returned and in _ablations/, with the pictures that belong to it."""
     folder = out / "_ablations"
     folder.mkdir(parents=True, exist_ok=True)
-    dataset = Path(runs[0]["config"]["dataset"]).name
+    if not runs:
+        return []
     done = [report.read_run(run["folder"]) for run in runs]
-    for run in done:
-        run["matrices"] = report.read_diversity(run["path"] / "diversity.csv")
+    dataset = report.file_name(done[0]["dataset"])
     if table == "rotation_dim":
         rows = [row for n in labels for row in dim_rows(done, n, runs[0]["config"], num_classes)]
         for n in labels:
             report.draw_rotation_dim(report.rotation_dim_rows(done, n), f"{dataset}, {n} labels", folder / f"rotation_dim_{dataset}_{n}.png")
     elif table == "diversity":
         rows = diversity_rows(done, labels, dataset, folder)
+        if not rows:
+            return []
     else:
         paper = {} if report.setting_of(done[0]) else {(r["labels"], r["method"]): r["value"] for r in report.paper_numbers()
-                                                       if r["table"] == table and r["dataset"] == dataset}
+                                                       if r["table"] == table and r["dataset"] == done[0]["dataset"]}
         rows = [dict(labels=n, method=report.METHODS[method], error=report.mean_std(report.errors_of(done, method, n)),
                      paper=paper.get((str(n), method), "")) for n in labels for method in report.TABLES[table][1]
                 if report.errors_of(done, method, n)]
@@ -239,11 +266,12 @@ def head_cost(config, num_classes, rot_dim, repeats=15):
 def diversity_rows(done, labels, dataset, folder):
     """One number an epoch for each run, and the paper's two figures for the first seed."""
     for n in labels:
-        first = {m: next(r for r in done if r["method"] == m and r["labels"] == n) for m in ("crae", "crae_plus")}
+        first = {m: r for m in ("crae", "crae_plus") for r in done[::-1] if r["method"] == m and r["labels"] == n and r["matrices"]}
         for method, run in first.items():
             report.draw_diversity(run, f"{report.METHODS[method]}, {dataset}, {n} labels, seed {run['seed']}",
                                   folder / f"diversity_{dataset}_{n}_{method}.png")
-        report.draw_diversity_pair(*first.values(), f"{dataset}, {n} labels", folder / f"diversity_{dataset}_{n}.png")
+        if len(first) == 2:
+            report.draw_diversity_pair(*first.values(), f"{dataset}, {n} labels", folder / f"diversity_{dataset}_{n}.png")
     return [dict(labels=r["labels"], method=report.METHODS[r["method"]], seed=r["seed"], epoch=f"{step / r['epoch']:g}",
                  mean_diagonal=f"{report.mean_diagonal(matrix):.4f}")
             for r in done for step, matrix in r["matrices"].items()]

@@ -367,8 +367,9 @@ def strong_augment(x, gen):
     """FixMatch's RandAugment on a batch: two operations an image, drawn anew with their strengths, then Cutout.
 
     x (N, 3, S, S) uint8 to the same. The operations and their ranges are FixMatch's (its table of transformations).
-    ours: both operations always act (its code skips each with chance 1/2); an operation is computed for the whole batch and kept for the images that drew it, since indices of a
-    different length in every step would make the GPU wait for the CPU; where an image is moved, what comes in is grey.
+    ours: both operations always act (its code skips each with chance 1/2); where an image is moved, what comes in is
+    grey; an operation is computed for the whole batch and kept for the images that drew it, since an index of another
+    length in every step would make the GPU wait for the CPU.
     """
     for _ in range(2):
         op = torch.randint(14, (len(x), 1, 1, 1), generator=gen, device=x.device)

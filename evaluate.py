@@ -30,7 +30,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 BINS = 15                                                       # Guo et al. 2017: bins of the expected calibration error
 
 
-def evaluate(what: Literal["test", "predict", "export"], run: str, *images: str, out: str = "predictions.csv",
+def evaluate(what: Literal["test", "predict", "export"], run: str, *images: str, out: str | None = None,
              data_dir: str | None = None, batch: int = 256, device: str | None = None) -> dict:
     """WHAT RUN [IMAGES...]    what is one of
         test            test error, error by class, confusion matrix (confusion.csv, confusion.png), calibration, and with
@@ -52,13 +52,15 @@ def evaluate(what: Literal["test", "predict", "export"], run: str, *images: str,
         sys.exit(f"--batch {batch}: must be 1 or more")
     if images and what != "predict":
         sys.exit(f"{images[0]}: {what} takes no images")
+    if out and what != "predict":
+        sys.exit(f"--out {out}: is for predict; {what} writes into the run's folder")
     if what == "predict" and not images:
         sys.exit("IMAGES are missing; give files or folders")
     device = training.check_device(device)
     net, saved = load_model(run)
     net = net.to(device, memory_format=torch.channels_last)
     if what == "predict":
-        return predict(net, saved, images, Path(out), batch, device)
+        return predict(net, saved, images, Path(out or "predictions.csv"), batch, device)
     if what == "export":
         return export(net.cpu(), saved, run)
     return test(net, saved, run, data_dir, batch, device)
@@ -74,6 +76,7 @@ def load_model(run):
         saved = torch.load(path, map_location="cpu", weights_only=True)        # no code in it is run
         net = make_model(saved["arch"], len(saved["classes"]), rot_heads=0, aux=False)
         net.load_state_dict(saved["state"])
+        saved["image_size"], saved["classes"]
     except Exception as error:                                  # whatever a damaged or foreign file makes torch raise
         sys.exit(f"RUN {run}: its model.pt cannot be read ({' '.join(str(error).split())[:100]})")
     return net.eval(), saved
@@ -89,10 +92,16 @@ def probabilities(net, x, device):
 
 
 def test(net, saved, run, data_dir, batch, device):
-    config = json.loads((run / "config.json").read_text())
-    images, labels, _, classes = data.load(config["dataset"], data_dir or config["data_dir"], config["image_size"])
-    with np.load(run / "split.npz", allow_pickle=False) as split:
-        index, total = torch.as_tensor(split["test"]), sum(len(split[part]) for part in split.files)
+    try:
+        config = json.loads((run / "config.json").read_text())
+        source = config["dataset"], data_dir or config["data_dir"], config["image_size"]
+        with np.load(run / "split.npz", allow_pickle=False) as split:
+            index, total = torch.as_tensor(split["test"]), sum(len(split[part]) for part in split.files)
+        out = run / "evaluation"
+        out.mkdir(exist_ok=True)
+    except Exception as error:                                  # a file that is missing, damaged or foreign
+        sys.exit(f"RUN {run}: its config.json or split.npz cannot be used, or evaluation/ not be made ({error})")
+    images, labels, _, classes = data.load(*source)
     if classes != saved["classes"] or total != len(labels):
         sys.exit(f"RUN {run}: its dataset {config['dataset']} has other images or classes now")
     if not len(index):
@@ -101,8 +110,6 @@ def test(net, saved, run, data_dir, batch, device):
     p, y = torch.cat([probabilities(net, images[i], device) for i in chunks]), labels[index]
     scores = score(p, y)
     matrix = confusion(p.argmax(1), y, len(classes))
-    out = run / "evaluation"
-    out.mkdir(exist_ok=True)
     by_class = [{"class": name, "images": int(row.sum()), "error": f"{100 * (1 - row[i] / row.sum()):.2f}" if row.sum() else ""}
                 for i, (name, row) in enumerate(zip(classes, matrix))]
     training.write_whole(out / "classes.csv", lambda tmp: training.write_rows(tmp, by_class, "w"))
@@ -144,10 +151,12 @@ def confusion(guess, y, num_classes):
 def draw_confusion(matrix, classes, title, path):
     share = matrix / matrix.sum(1, keepdim=True).clamp_min(1)
     C = len(classes)
-    figure, axes = plt.subplots(figsize=(6, 5.2), layout="constrained")
-    shown = axes.imshow(share, vmin=0, vmax=1, cmap="Blues")
+    size = max(5.5, 0.5 * C) if C <= 20 else 7
+    figure, axes = plt.subplots(figsize=(size + 1, size), layout="constrained")
+    classes = [name if len(name) < 16 else name[:14] + "…" for name in classes]
+    shown = axes.imshow(share.numpy(), vmin=0, vmax=1, cmap="Blues")
     axes.set(xlabel="predicted class", ylabel="true class")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(title, parse_math=False, fontsize=9)
     if C <= 20:
         for axis, rotation in (axes.xaxis, 90 if max(map(len, classes)) > 2 else 0), (axes.yaxis, 0):
             axis.set_ticks(range(C), classes, rotation=rotation, parse_math=False)
@@ -164,11 +173,12 @@ def draw_confusion(matrix, classes, title, path):
 
 
 def find_images(arguments):
-    """Files as they are given, and of a folder all pictures in it; (file, problem) where a link leaves the folder."""
+    """Files as they are given, and of a folder all pictures in it, as (file, None), or (file, what is wrong with it)."""
     found = []
     for argument in map(Path, arguments):
         if not argument.exists():
-            sys.exit(f"IMAGES {argument}: there is no such file or folder")
+            found.append((argument, "no such file or folder"))
+            continue
         if not argument.is_dir():
             found.append((argument, None))
             continue
@@ -176,7 +186,7 @@ def find_images(arguments):
         root = argument.resolve()
         found += [(p, None if p.resolve().is_relative_to(root) else "a link that leaves the folder") for p in inside]
         if not inside:
-            sys.exit(f"IMAGES {argument}: no pictures in it; their names end in {', '.join(IMG_EXTENSIONS)}")
+            found.append((argument, f"no pictures in it; their names end in {', '.join(IMG_EXTENSIONS)}"))
     return found
 
 

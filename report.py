@@ -9,6 +9,7 @@ seeds, whose number stands in brackets.
 """
 import csv
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -52,16 +53,14 @@ def read_runs(folder):
         found.add(path.parent.relative_to(folder).parts[:1])
         try:
             run = read_run(path.parent)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, csv.Error) as error:
+        except Exception as error:                              # whatever a foreign or damaged file leads to
             passed_over.append(f"{path.parent}: not a run of this repository, or damaged ({type(error).__name__}: {error})")
             continue
         if run["method"] == "rotation":                         # the first stage of fine_tune
             continue
-        try:
-            run["matrices"] = read_diversity(path.parent / "diversity.csv")
-        except (OSError, ValueError, csv.Error) as error:
+        if run["matrices"] is None:
+            passed_over.append(f"{path.parent / 'diversity.csv'}: damaged")
             run["matrices"] = {}
-            passed_over.append(f"{path.parent / 'diversity.csv'}: damaged ({error})")
         same = "dataset", "labels", "method", "seed", "changed", "rot_dim"
         twin = next((r for r in runs if all(r[k] == run[k] for k in same)), None)
         if twin and (twin["finished"] or not run["finished"]):
@@ -72,7 +71,7 @@ def read_runs(folder):
             passed_over.append(f"{twin['path']}: the same experiment as {path.parent}, which is counted")
         runs.append(run)
     for path in sorted(Path(folder).iterdir()):
-        if (path.name,) not in found and path.name != "_ablations":
+        if (path.name,) not in found and path.name != "_ablations":                # ablations.py keeps its tables there
             passed_over.append(f"{path}: no run")
     return runs, passed_over
 
@@ -82,24 +81,32 @@ def read_run(path):
     config = json.loads((path / "config.json").read_text())
     steps, heads = int(config["steps"]), config["resolved"]["rotation_heads"]
     rows = training.read_rows(path / "log.csv", steps)
-    errors = [float(r["test_error"]) for r in rows if r["test_error"]]
-    finished = bool(rows) and int(rows[-1]["step"]) == steps and (path / "model.pt").exists()
-    return dict(path=path, method=config["method"], dataset=Path(config["dataset"]).name, labels=config["labels"] or "all",
-                seed=int(config["seed"]), changed={k: v for k, v in config["changed"].items() if k != "rot_dim"},
-                rot_dim=config["rot_dim"], heads=heads, rows=rows, steps=steps, epoch=config["epoch"], finished=finished,
-                parameters=config["resolved"]["parameters"],
-                error=statistics.median(errors[-training.MEDIAN_OF:]) if errors else None)
+    errors, unlabeled = ([(int(r["step"]), float(r[name])) for r in rows if r[name]] for name in ("test_error", "unlabeled_error"))
+    finished = bool(rows) and int(rows[-1]["step"]) == steps
+    if finished and not errors and config["method"] != "rotation" or int(config["epoch"]) < 1:
+        raise ValueError("no test error, or an epoch of no steps")
+    return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]), seed=int(config["seed"]),
+                labels=int(config["labels"]) if config["labels"] else "all", rot_dim=config["rot_dim"] and int(config["rot_dim"]),
+                changed={k: v for k, v in config["changed"].items() if k != "rot_dim"}, heads=int(heads), steps=steps,
+                step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]), finished=finished,
+                parameters=int(config["resolved"]["parameters"]), errors=errors, unlabeled=unlabeled,
+                error=statistics.median([e for _, e in errors][-training.MEDIAN_OF:]) if errors else None,
+                matrices=read_diversity(path / "diversity.csv"))
 
 
 def read_diversity(path):
-    """{step: C rows of K numbers}, nan for a class without images; a row that was cut off is left out."""
+    """{step: C rows of K numbers}, nan for a class without images; a row that was cut off is left out. None: damaged."""
     matrices = {}
-    if path.exists():
+    try:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 if None not in row.values():
                     matrices.setdefault(int(row["step"]), []).append(
                         [float(v) if v else float("nan") for k, v in row.items() if k.startswith("head_")])
+    except FileNotFoundError:                                   # no heads, or one for all classes
+        return {}
+    except Exception:                                           # whatever a foreign file leads to
+        return None
     return {step: matrix for step, matrix in matrices.items() if len({len(row) for row in matrix}) == 1}
 
 
@@ -118,6 +125,11 @@ def number(text):
     return (0, float(str(text).rstrip("%"))) if str(text).rstrip("%").replace(".", "").isdigit() else (1, 0.0)
 
 
+def file_name(dataset):
+    """A dataset's name as part of a file's name; of a path its end."""
+    return re.sub(r"[^\w.-]+", "-", Path(dataset).name)
+
+
 # ---------------------------------------------------------------- tables
 
 
@@ -131,8 +143,8 @@ def mean_std(errors):
 
 def is_of(run, method):
     """Whether a run belongs in a method's row; independent with ten classes, and so ten heads, is independent_10 as well."""
-    ten = method == "independent_10" and run["method"] == "independent" and run["heads"] == 10
-    return (run["method"] == method or ten) and run["rot_dim"] is None
+    own_number = run["method"] == "independent" and method == f"independent_{run['heads']}"
+    return (run["method"] == method or own_number) and run["rot_dim"] is None
 
 
 def errors_of(runs, method, labels):
@@ -148,22 +160,22 @@ def table(name, title, rows, dataset, runs, with_paper):
     ours = {str(r["labels"]) for r in runs if any(is_of(r, method) for method in rows)}
     columns = sorted({k for k, _ in paper} | ours, key=number)
     cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
-    rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
-    if not rows:
+    rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)} if paper else rows
+    if not columns or not rows:
         return [], []
     head = [cell for k in columns for cell in ([f"{k} labels", "paper"] if paper else [f"{k} labels"])]
-    lines = ["| " + " | ".join([f"{title}, {dataset}", *head]) + " |", "|---" * (len(head) + 1) + "|"]
+    lines = ["| " + " | ".join([f"{title}, {dataset}".replace("|", "/"), *head]) + " |", "|---" * (len(head) + 1) + "|"]
     missing = []
     for method, label in rows.items():
         line = [label]
         for k in columns:
             line.append(cells[method, k])
+            if not cells[method, k] and (not paper or (k, method) in paper):
+                missing.append((dataset, k, METHODS.get(method, method)))
             if paper:
                 theirs = paper.get((k, method))
                 quoted = " " + theirs["source"].replace("quoted from ", "[") + "]" if theirs and "quoted" in theirs["source"] else ""
                 line.append(f"{float(theirs['value']):.2f}{quoted}" if theirs else "")
-                if theirs and not cells[method, k]:
-                    missing.append((dataset, k, METHODS[method]))
         lines.append("| " + " | ".join(line) + " |")
     return lines, missing
 
@@ -201,45 +213,63 @@ def save(figure, path):
     plt.close(figure)
 
 
+def names_of(runs):
+    """The methods of some runs with their names, in the order of the tables."""
+    found = {r["method"] for r in runs}
+    return {m: METHODS.get(m, m) for m in [*METHODS, *sorted(found - set(METHODS))] if m in found}
+
+
+def colour_of(method):
+    """One colour a method, the same in all figures."""
+    known = list(METHODS)
+    return plt.get_cmap("tab20")(known.index(method) % 20) if method in METHODS else "black"
+
+
 def draw_error_against_labels(runs, dataset, with_paper, path):
-    """Ours with error bars, the paper's dashed in the same colour."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    paper = [r for r in paper_numbers() if with_paper and r["dataset"] == dataset and r["metric"] == "error"]
-    methods = [m for m in METHODS if any(r["method"] == m and r["finished"] and r["rot_dim"] is None for r in runs)]
-    for k, method in enumerate(methods):
-        counts = sorted({str(r["labels"]) for r in runs if r["method"] == method and r["labels"] != "all"}, key=number)
-        points = [(int(c), errors_of(runs, method, c)) for c in counts]
-        points = [(c, e) for c, e in points if e]
-        if not points:
-            continue
-        style = dict(color=plt.get_cmap("tab20")(k % 20), marker="osv^D"[k % 5])
+    """Ours with error bars, the paper's dashed in the same colour; False, and no picture, if there is nothing to show."""
+    runs = [r for r in runs if r["finished"] and r["labels"] != "all" and r["rot_dim"] is None]
+    if not runs:
+        return False
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    methods, counts = names_of(runs), {r["labels"] for r in runs}
+    for k, (method, name) in enumerate(methods.items()):
+        points = [(n, errors_of(runs, method, n)) for n in sorted({r["labels"] for r in runs if r["method"] == method})]
         aside = 1 + 0.012 * (k - (len(methods) - 1) / 2)        # so that bars do not cover each other
-        axes.errorbar([c * aside for c, _ in points], [statistics.mean(e) for _, e in points],
-                      [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=METHODS[method], capsize=3, **style)
-        theirs = sorted({(int(r["labels"]), float(r["value"])) for r in paper if r["method"] == method})
+        axes.errorbar([n * aside for n, _ in points], [statistics.mean(e) for _, e in points],
+                      [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=name, capsize=3,
+                      color=colour_of(method), marker="osv^D"[k % 5])
+        theirs = {}
+        for row in paper_numbers():                             # its own run stands before a number that it quotes
+            if with_paper and (row["dataset"], row["method"], row["metric"]) == (dataset, method, "error"):
+                theirs.setdefault(int(row["labels"]), float(row["value"]))
         if theirs:
-            axes.plot(*zip(*theirs), linestyle="--", alpha=0.6, label=f"{METHODS[method]}, the paper", color=style["color"])
-    counts = sorted({r["labels"] for r in runs if r["labels"] != "all"})
+            axes.plot(*zip(*sorted(theirs.items())), linestyle="--", alpha=0.7, color=colour_of(method))
+            counts |= set(theirs)
+    if with_paper:
+        axes.plot([], [], linestyle="--", color="grey", label="the paper's")
     if len(counts) > 1:
         axes.set_xscale("log")
-    axes.set_xticks(counts, [str(c) for c in counts])
+    axes.set_xticks(sorted(counts), [str(n) for n in sorted(counts)])
     axes.minorticks_off()
-    axes.set(xlabel="labelled images", ylabel="test error (%)", ylim=(0, None), title=dataset)
+    axes.set(xlabel="labelled images", ylabel="test error (%)", ylim=(0, None))
+    axes.set_title(dataset, parse_math=False)
     axes.grid(alpha=0.3)
     figure.legend(fontsize=8, loc="outside right upper")
     save(figure, path)
+    return True
 
 
 def draw_curves(runs, title, path):
-    """Test error of the averaged weights over the steps, the mean of a method's seeds."""
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    for k, method in enumerate(m for m in METHODS if any(r["method"] == m for r in runs)):
-        curves = [{int(row["step"]): float(row["test_error"]) for row in r["rows"] if row["test_error"]}
-                  for r in runs if r["method"] == method]
+    """Test error of the averaged weights over the steps, the mean of a method's seeds: of its finished ones if there are any."""
+    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    for method, name in names_of(runs).items():
+        curves = [dict(r["errors"]) for r in runs if r["method"] == method and r["finished"]]
+        curves = curves or [dict(r["errors"]) for r in runs if r["method"] == method]
         steps = sorted(set.intersection(*map(set, curves)))
-        axes.plot(steps, [statistics.mean(c[s] for c in curves) for s in steps], color=plt.get_cmap("tab20")(k % 20),
-                  label=f"{METHODS[method]} ({len(curves)})", linewidth=1.2)
-    axes.set(xlabel="step", ylabel="test error (%)", ylim=(0, None), title=title)
+        axes.plot(steps, [statistics.mean(c[s] for c in curves) for s in steps], color=colour_of(method),
+                  label=f"{name} ({len(curves)})", linewidth=1.2, marker="o" if len(steps) < 3 else "")
+    axes.set(xlabel="step", ylabel="test error (%)", ylim=(0, None))
+    axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     figure.legend(fontsize=8, loc="outside right upper")
     save(figure, path)
@@ -252,29 +282,30 @@ def mean_diagonal(matrix):
 
 
 def show_matrix(axes, matrix, title):
-    axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+    """Row: the true class, column: the head that knows the rotation best, both counted from 0."""
     axes.set_title(title, fontsize=9)
-    axes.set(xticks=[], yticks=[])
+    return axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
 
 
 def draw_diversity(run, title, path, count=4):
     """The paper's figure: error of p(y|x) on unlabelled images above, the matrix at several epochs below."""
     matrices = run["matrices"]
-    points = [(int(r["step"]) / run["epoch"], float(r["unlabeled_error"])) for r in run["rows"] if r["unlabeled_error"]]
+    points = [(step / run["epoch"], error) for step, error in run["unlabeled"]]
     steps = sorted(matrices)
     chosen = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
-    figure = plt.figure(figsize=(7, 4.6), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure = plt.figure(figsize=(8, 5), layout="constrained")
+    figure.suptitle(title, fontsize=10, parse_math=False)
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
     axes = above.subplots()
-    axes.plot(*zip(*points), color="tab:red")
+    axes.plot(*zip(*points), color="tab:red", marker="o" if len(points) < 3 else "")
     axes.set(xlabel="epoch", ylabel="error of p(y|x),\nunlabelled images (%)", ylim=(0, None))
     for step in chosen:
         axes.axvline(step / run["epoch"], color="grey", linewidth=0.8, linestyle=":")
     axes.grid(alpha=0.3)
-    for k, step in enumerate(chosen):
-        show_matrix(below.add_subplot(1, len(chosen), k + 1), matrices[step],
-                    f"epoch {step / run['epoch']:g}\ndiagonal {mean_diagonal(matrices[step]):.2f}")
+    panels = below.subplots(1, len(chosen), squeeze=False)[0]
+    for panel, step in zip(panels, chosen):
+        shown = show_matrix(panel, matrices[step], f"epoch {step / run['epoch']:g}\ndiagonal {mean_diagonal(matrices[step]):.2f}")
+    below.colorbar(shown, ax=list(panels))
     below.supylabel("class", fontsize=9)
     below.supxlabel("rotation head", fontsize=9)
     save(figure, path)
@@ -283,7 +314,7 @@ def draw_diversity(run, title, path, count=4):
 def draw_diversity_pair(crae, plus, title, path):
     """The paper's other figure: the last matrices of CRAE and CRAE+ side by side."""
     figure, axes = plt.subplots(1, 2, figsize=(6, 3.4), layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     for a, run, name in zip(axes, (crae, plus), ("CRAE", "CRAE+")):
         last = max(run["matrices"])
         show_matrix(a, run["matrices"][last], f"{name}, epoch {last / run['epoch']:g}, diagonal {mean_diagonal(run['matrices'][last]):.2f}")
@@ -302,7 +333,8 @@ def draw_rotation_dim(rows, title, path):
             axes.axhline(100 - statistics.mean(r["errors"]), color="grey", linestyle="--", label="no reduction")
     axes.set_xscale("log", base=2)
     axes.set_xticks([r["rot_dim"] for r in reduced], [str(r["rot_dim"]) for r in reduced])
-    axes.set(xlabel="dimension in front of the rotation heads", ylabel="test accuracy (%)", title=title)
+    axes.set(xlabel="dimension in front of the rotation heads", ylabel="test accuracy (%)")
+    axes.set_title(title, parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     save(figure, path)
@@ -326,15 +358,16 @@ def report(runs: str, out: str = "report") -> str:
     try:
         out.mkdir(parents=True, exist_ok=True)
         lines, missing = write_sections(found, out)
+        missing += [("imagenet", k, name) for k in ("1%", "10%") for m, name in TABLES["slfsl"][1].items() if m != "fine_tune"]
         unfinished = [r for r in found if not r["finished"]]
         text = ["# Report", "", f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished. Test errors in "
                 "percent: the median of a run's last 20 evaluations, mean ± standard deviation over seeds (number of seeds). "
                 "'paper': the number of the CRAE paper, in square brackets whom it quotes; MixMatch's runs kept one image for "
                 "validation.", "", *lines]
-        text += section("Unfinished, and not counted", [f"{r['path']}: step {r['rows'][-1]['step'] if r['rows'] else 0} of {r['steps']}"
+        text += section("Unfinished, and not counted", [f"{r['path']}: step {r['step']} of {r['steps']}"
                                                         for r in unfinished])
         places = list(dict.fromkeys((dataset, k) for dataset, k, _ in missing))
-        text += section("In the paper's tables, and not run", [
+        text += section("Not run, or not finished", [
             f"{dataset}, {k} labels: " + ", ".join(m for *place, m in missing if place == [dataset, k]) for dataset, k in places])
         text += section("Passed over", passed_over)
         (out / "report.md").write_text("\n".join(text) + "\n")
@@ -343,7 +376,7 @@ def report(runs: str, out: str = "report") -> str:
     for line in passed_over:
         print(f"passed over: {line}", file=sys.stderr)
     print(f"{out / 'report.md'}: {len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished, "
-          f"{len(missing)} of the paper's numbers without a run of ours")
+          f"{len(missing)} cells of the tables without a finished run")
     return str(out / "report.md")
 
 
@@ -371,7 +404,7 @@ def write_sections(found, out):
                     rows, absent = table(name, title, rows, dataset, runs, with_paper)
                     lines += [*rows, ""] if rows else []
                     missing += absent
-                lines += write_figures(runs, dataset, f"{dataset}{f'_{k}' if k else ''}", with_paper, out)
+                lines += write_figures(runs, dataset, file_name(dataset) + (f"_setting{k}" if k else ""), with_paper, out)
     return lines, list(dict.fromkeys(missing))
 
 
@@ -383,17 +416,16 @@ def write_figures(runs, dataset, stem, with_paper, out):
         lines.extend([f"![{text}]({name})", ""])
         return out / name
 
-    finished = [r for r in runs if r["finished"]]
-    if finished:
-        draw_error_against_labels(finished, dataset, with_paper, picture(f"{stem}_labels.png", "error against labels"))
+    if draw_error_against_labels(runs, dataset, with_paper, out / f"{stem}_labels.png"):
+        picture(f"{stem}_labels.png", "error against labels")
     for labels in sorted({r["labels"] for r in runs}, key=number):
         some = [r for r in runs if r["labels"] == labels and r["rot_dim"] is None]
         title = f"{dataset}, {labels} labels"
-        if any(r["rows"] for r in some):
-            draw_curves([r for r in some if r["rows"]], f"{title} (number of seeds)", picture(f"{stem}_{labels}_curves.png", f"error curves, {title}"))
+        if any(r["errors"] for r in some):
+            draw_curves([r for r in some if r["errors"]], f"{title} (number of seeds)", picture(f"{stem}_{labels}_curves.png", f"error curves, {title}"))
         pair = {}
         for method in "crae", "crae_plus":
-            run = next((r for r in some if r["method"] == method and r["finished"] and r["matrices"]), None)
+            run = next((r for r in some if r["method"] == method and r["finished"] and r["matrices"] and r["unlabeled"]), None)
             if run:
                 pair[method] = run
                 draw_diversity(run, f"{METHODS[method].split(' (')[0]}, {title}, seed {run['seed']}",

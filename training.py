@@ -8,6 +8,7 @@ ema is the averaged model, the teacher of some methods.
 import copy
 import csv
 import difflib
+import fcntl
 import inspect
 import json
 import math
@@ -195,6 +196,15 @@ def check_folder(config, longer=True):
         return None
     if not config["resume"]:
         sys.exit(f"--out {out}: exists already; add --resume to continue that run, or give another --out")
+    refuse_other_flags(config, longer)
+    rows = read_rows(out / "log.csv", config["steps"])
+    done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
+    return report(config, rows) if done else None
+
+
+def refuse_other_flags(config, longer=True):
+    """Only the run that a folder holds may be continued in it."""
+    out = Path(config["out"])
     if not (out / "config.json").exists():
         sys.exit(f"--out {out}: is not a run's folder; give another --out")
     try:
@@ -206,9 +216,6 @@ def check_folder(config, longer=True):
         may_differ |= longer and name == "steps" and value > saved.get(name, value)
         if not may_differ and name in saved and saved[name] != value:           # not in it: a flag younger than the run
             sys.exit(f"--{name} {value}: the run in {out} has {saved[name]}; give that, or another --out")
-    rows = read_rows(out / "log.csv", config["steps"])
-    done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
-    return report(config, rows) if done else None
 
 
 def load_run(config):
@@ -409,6 +416,19 @@ def check_finite(losses, step, out):
     for name, value in losses.items():
         if not math.isfinite(value):
             sys.exit(f"{name} is not finite at step {step}; what was saved before is in {out}; a smaller --lr may help")
+
+
+@contextmanager
+def locked(folder):
+    """Refuse a folder that another process holds; the lock goes when its process does, however that ends."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        sys.exit(f"--out {folder}: another process is at work in it; wait for it, or give another --out")
+    finally:
+        os.close(handle)
 
 
 @contextmanager

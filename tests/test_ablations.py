@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import ablations
@@ -32,12 +33,13 @@ def fake(monkeypatch, tmp_path):
                 started.append(run["folder"].name)
                 run["folder"].mkdir(parents=True)
                 steps = run["config"]["steps"]
-                resolved = dict(rotation_heads=run["config"]["heads"] or 10, num_classes=10, parameters=1)
+                resolved = dict(rotation_heads=run["config"]["heads"] or (2 if "npz" in run["config"]["dataset"] else 10), num_classes=10, parameters=1)
                 (run["folder"] / "config.json").write_text(json.dumps(run["config"] | dict(resolved=resolved)))
                 training.write_rows(run["folder"] / "log.csv", [dict(step=steps, test_error=10.0 + run["config"]["seed"], unlabeled_error=9.0)], "w")
                 training.write_rows(run["folder"] / "diversity.csv", [{"step": steps, "class": c} | {
                     f"head_{j}": 0.55 if j == c else 0.05 for j in range(10)} for c in range(10)], "w")
                 (run["folder"] / "model.pt").touch()
+        return []
 
     monkeypatch.setattr(ablations, "sweep", sweep)
     return started
@@ -143,6 +145,11 @@ def test_cores_and_gpus_are_shared_out(monkeypatch, tmp_path):
         ablations.start(run, place, 4, None)
     assert [env["OMP_NUM_THREADS"] for _, env in asked] == ["2"] * 5
     assert "CUDA_VISIBLE_DEVICES" not in asked[0][1] and [env["CUDA_VISIBLE_DEVICES"] for _, env in asked[1:]] == ["0", "1", "0", "1"]
+    ablations.start(run, 1, 4, "cpu"), ablations.start(run, 1, 4, "cuda:1")
+    assert not any("CUDA_VISIBLE_DEVICES" in env for _, env in asked[5:])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    ablations.start(run, 1, 4, "cuda")
+    assert asked[-1][1]["CUDA_VISIBLE_DEVICES"] == "7"
     words = [str(w) for w in asked[0][0][2:]]
     assert words == ["--plus=True", "--aux=False", "--seed=3", f"--out={tmp_path}/digits_100_crae_plus_no_aux_3", "--resume"]
 
@@ -152,9 +159,31 @@ def test_a_run_that_fails_is_named_and_the_others_are_finished(monkeypatch, tmp_
     runs = [real(dict(QUICK, seed=seed), tmp_path) for seed in (0, 1)]
     runs[0]["folder"].mkdir()
     (runs[0]["folder"] / "something").touch()                   # not a run's folder
-    with pytest.raises(SystemExit, match="1 of 2 runs failed, the first: .*_0_.*is not a run's folder"):
-        ablations.sweep(runs, 1, "cpu")
+    failed, = ablations.sweep(runs, 1, "cpu")
+    assert "_0_" in failed and "is not a run's folder" in failed
     assert ablations.finished(runs[1])
+    monkeypatch.setattr(ablations, "sweep", lambda *rest: [failed])
+    with pytest.raises(SystemExit, match="1 of 2 runs failed, the first: .*_0_.*is not a run's folder"):
+        ablations.ablate("diversity", out=str(tmp_path / "other"), device="cpu")
+
+
+def test_folders_of_other_experiments_and_sweeps_at_work_are_refused(monkeypatch, tmp_path, fake):
+    for folder, value in ("a", 0), ("b", 1):
+        (tmp_path / folder).mkdir()
+        np.savez(tmp_path / folder / "two.npz", train_images=np.full((30, 8, 8), value, np.uint8), train_labels=np.arange(30) % 2,
+                 test_images=np.zeros((4, 8, 8), np.uint8), test_labels=np.arange(4) % 2)
+    rows = ablations.ablate("heads", dataset="a/two.npz", labels=[4])
+    assert [r["method"] for r in rows] == [f"independent, {k} heads" for k in (2, 10, 20)]      # two classes, so two is independent
+    assert "two.npz_4_independent_0" not in fake and "two_4_independent_0" in fake
+    with pytest.raises(SystemExit, match="--dataset b/two.npz: the run in runs/two_4_.* has a/two.npz"):
+        ablations.ablate("heads", dataset="b/two.npz", labels=[4])
+    with training.locked("runs"), pytest.raises(SystemExit, match="another process is at work"):
+        ablations.ablate("heads", dataset="a/two.npz", labels=[4])
+    ablations.ablate("heads", dataset="a/two.npz", labels=[4, 4])
+    np.savez(tmp_path / "c.npz", **dict(np.load("a/two.npz")), unlabeled_images=np.zeros((5, 8, 8), np.uint8))
+    with pytest.raises(SystemExit, match="no diversity matrix"):
+        ablations.ablate("diversity", dataset="c.npz")
+    assert ablations.ablate("ensemble", dataset="c.npz")[0]["labels"] == "all"
 
 
 @pytest.mark.parametrize("flags, word", {

@@ -41,9 +41,22 @@ def test_the_test_error_is_the_logs_and_the_files_agree_with_it(run, capsys):
     assert f"test error {scores['error']:.2f} %" in capsys.readouterr().out
 
 
+def test_a_dataset_that_has_changed_is_refused(run, tmp_path):
+    copied = tmp_path / "run"
+    copied.mkdir()
+    for name in "config.json", "model.pt", "split.npz":
+        (copied / name).write_bytes((run / name).read_bytes())
+    split = dict(np.load(run / "split.npz"))
+    np.savez(copied / "split.npz", **split | dict(labeled=split["labeled"][1:]))
+    with pytest.raises(SystemExit, match="other images or classes now"):
+        call("test", copied)
+
+
 def test_scores_against_a_loop():
     gen = torch.Generator().manual_seed(0)
     p, y = (3 * torch.randn(200, 12, generator=gen)).softmax(1), torch.randint(12, (200,), generator=gen)
+    shy = p.max(1).values < 0.5
+    y[shy] = p[shy].argmax(1)                                   # unsure, and right
     scores = evaluate.score(p, y)
     wrong = top5 = 0
     bins = [[] for _ in range(15)]
@@ -55,6 +68,7 @@ def test_scores_against_a_loop():
         for b in range(15):
             if b / 15 < confidence <= (b + 1) / 15:
                 bins[b].append((confidence, order[0] == y[i]))
+    assert any(np.mean([r for _, r in b]) > np.mean([c for c, _ in b]) for b in bins if b)      # too shy in some bins, too sure in others
     ece = sum(len(b) / 200 * abs(np.mean([r for _, r in b]) - np.mean([c for c, _ in b])) for b in bins if b)
     assert sum(map(len, bins)) == 200
     assert scores["error"] == pytest.approx(100 * int(wrong) / 200) and scores["top5_error"] == pytest.approx(100 * top5 / 200)
@@ -76,13 +90,15 @@ def test_predictions_for_a_folder_with_broken_files(run, tmp_path, monkeypatch, 
     (folder / "broken.jpg").write_bytes(b"not a picture")
     (folder / "empty.png").touch()
     (folder / "notes.txt").write_text("not looked at")
+    (tmp_path / "nopictures").mkdir()
     os.symlink(tmp_path / "grey.png", folder / "outside.png")
     os.symlink(folder / "0 ö,.png", folder / "inside.png")
     with pytest.raises(SystemExit) as stop:
-        call("predict", run, "pictures", "grey.png", "--batch", 3)
-    assert stop.value.code == 1 and "8 pictures predicted, 3 could not be read" in capsys.readouterr().out
+        call("predict", run, "pictures", "nothing.png", "grey.png", "nopictures", "--batch", 3)
+    assert stop.value.code == 1 and "8 pictures predicted, 5 could not be read" in capsys.readouterr().out
     rows = {row["file"]: row for row in csv.DictReader(open("predictions.csv"))}
-    assert len(rows) == 11 and rows["pictures/sub/outside.png"]["error"] == "a link that leaves the folder"
+    assert rows["nothing.png"]["error"] == "no such file or folder" and "no pictures" in rows["nopictures"]["error"]
+    assert len(rows) == 13 and rows["pictures/sub/outside.png"]["error"] == "a link that leaves the folder"
     for name in "broken.jpg", "empty.png":
         row = rows[f"pictures/sub/{name}"]
         assert row["class"] == row["probability"] == "" and row["error"]
@@ -122,12 +138,14 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     (tmp_path / "unfinished" / "config.json").write_text("{}")
     (tmp_path / "damaged" / "model.pt").write_bytes(b"PK not really")
+    (tmp_path / "noconfig").mkdir()
+    (tmp_path / "noconfig" / "model.pt").write_bytes((run / "model.pt").read_bytes())
     for words, message in {("best", run): "test, predict, export", (): "WHAT is missing, one of test", ("test",): "RUN is missing",
                            ("test", "nowhere"): "no such run", ("test", "unfinished"): "not finished", ("test", "damaged"): "cannot be read",
-                           ("predict", run): "IMAGES are missing", ("predict", run, "nothing.png"): "no such file",
-                           ("predict", run, "folder"): "no pictures", ("test", run, "x.png"): "takes no images",
+                           ("predict", run): "IMAGES are missing", ("test", run, "x.png"): "takes no images",
                            ("test", run, "--batch", "0"): "--batch", ("test", run, "--speed", "9"): "--speed",
-                           ("predict", run, "damaged", "--out", "empty"): "no pictures"}.items():
+                           ("export", run, "--out", "x.pt2"): "--out", ("test", "noconfig"): "config.json",
+                           ("predict", run, "damaged", "--out", "empty"): "--out"}.items():
         with pytest.raises(SystemExit) as stop:
             call(*words)
         assert isinstance(stop.value.code, str) and message in stop.value.code and "\n" not in stop.value.code

@@ -25,10 +25,21 @@ def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=
     if diversity:
         for i in range(len(errors)):
             training.write_rows(path / "diversity.csv", [{"step": 20 * (i + 1), "class": c} | {
-                f"head_{j}": 0.8 if j == c else 0.1 for j in range(3)} for c in range(3)], "a")
-    if finished:
-        (path / "model.pt").touch()
+                f"head_{j}": (0.8 if j == c else 0.15 if j > c else 0.05) / (1 + i) for j in range(3)} for c in range(3)], "a")
     return path
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure by the name of its file, kept for a look at what is drawn in it."""
+    kept, real = {}, report.save
+    monkeypatch.setattr(report.plt, "close", lambda figure: None)
+    monkeypatch.setattr(report, "save", lambda figure, path: kept.update({path.name: figure}) or real(figure, path))
+    return kept
+
+
+def lines_of(figure):
+    return {line.get_label(): line.get_xydata().tolist() for axes in figure.axes for line in axes.lines}
 
 
 def cells(path, dataset, start):
@@ -38,7 +49,7 @@ def cells(path, dataset, start):
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
-def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path):
+def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures):
     runs = tmp_path / "runs"
     make_run(runs, errors=[99.0] * 5 + [10.0] * 10 + [12.0] * 10, seed=0)       # the median of the last 20 is 11
     make_run(runs, errors=[13.0] * 25, seed=1)
@@ -53,12 +64,26 @@ def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path):
     assert cells(path, "digits", "CRAE + ext. 1 and 2 (CRAE+)") == ["CRAE + ext. 1 and 2 (CRAE+)", "7.12 (1)", ""]
     assert "| CRAE | 12.00 ± 1.41 (2) | 5.50 (1) |" in text     # sqrt(2) is the deviation of 11 and 13
     assert cells(path, "digits", "10") == ["10", "9.00 (1)"] and cells(path, "digits", "2") == ["2", "8.00 (1)"]
-    assert "| Components, digits | 50 labels | 100 labels |" in text and "paper" not in text.split("## digits")[1].split("##")[0]
+    assert cells(path, "digits", "20") == ["20", ""]            # not run: empty, and said below
+    assert "- digits, 50 labels: " in text and "independent, 20 heads" in text.split("## Not run, or not finished")[1]
+    assert "| Components, digits | 50 labels | 100 labels |" in text and "| paper |" not in text.split("## digits")[1].split("##")[0]
     for name in "digits_labels", "digits_50_curves", "digits_50_diversity_crae", "digits_50_diversity_crae_plus", "digits_50_diversity":
         assert f"({name}.png)" in text and np.asarray(Image.open(tmp_path / "report" / f"{name}.png").convert("L")).std() > 5
+    curves = lines_of(figures["digits_50_curves.png"])
+    assert curves["CRAE (2)"][0] == [20, (99 + 13) / 2] and curves["CRAE (2)"][-1] == [500, 12.5] and curves["CRAE+ (1)"] == [[20, 7.125]]
+    drawn = {c.get_label(): c.lines[0].get_xydata()[:, 1].tolist() for c in figures["digits_labels.png"].axes[0].containers}
+    assert drawn["CRAE"] == [12, 5.5] and drawn["CRAE+"] == [7.125]
+    figure = figures["digits_50_diversity_crae.png"]
+    assert lines_of(figure)["_child0"][:2] == [[1, 100], [2, 100]]              # epochs, and the unlabelled error
+    shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
+    assert len(shown) == 4
+    np.testing.assert_allclose(shown[0], [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]])             # row: class
+    np.testing.assert_allclose(shown[-1], shown[0] / 25)        # the last of 25 epochs
+    pair = [np.asarray(axes.images[0].get_array()) for axes in figures["digits_50_diversity.png"].axes if axes.images]
+    np.testing.assert_allclose(pair[0], shown[-1]), np.testing.assert_allclose(pair[1], shown[0])
 
 
-def test_the_papers_numbers_stand_beside_ours_and_what_is_missing_is_said(tmp_path):
+def test_the_papers_numbers_stand_beside_ours_and_what_is_missing_is_said(tmp_path, figures):
     runs = tmp_path / "runs"
     make_run(runs, "mixmatch", "cifar10", 250, errors=[11.5])
     make_run(runs, "crae", "cifar10", 250, errors=[18.0], changed=dict(steps=40))
@@ -69,7 +94,10 @@ def test_the_papers_numbers_stand_beside_ours_and_what_is_missing_is_said(tmp_pa
     assert "| CRAE+ |  | 10.76 |" in text                       # not run: empty
     short = text.split("## cifar10, with steps 40")[1].split("\n## ")[0]
     assert "| CRAE | 18.00 (1) |" in short and "17.07" not in short             # another setting: no number of the paper
-    missing = text.split("## In the paper's tables, and not run")[1]
+    axes = figures["cifar10_labels.png"].axes[0]
+    dashed, = [line.get_xydata().tolist() for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xydata()) > 0]
+    assert dashed == [[250, 11.08], [500, 9.65], [1000, 7.75], [2000, 7.03], [4000, 6.24]] and axes.get_xscale() == "log"
+    missing = text.split("## Not run, or not finished")[1]
     assert "- cifar10, 250 labels: " in missing and "MixMatch" not in missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
     assert "CRAE" in missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
     assert "41.26" in text and "top-5" in text                  # ILSVRC-2012
@@ -93,11 +121,20 @@ def test_a_half_finished_sweep_and_files_that_are_no_runs(tmp_path, capsys):
     (matrix / "diversity.csv").write_bytes(b"step,class,head_0\n20,a,x\n")
     (runs / "stray.bin").write_bytes(b"\0" * 100)
     twin = make_run(runs, errors=[20.0, 10.0], seed=0, name="zz_twin")
+    make_run(runs, errors=[55.0], seed=1, name="aa_finished")   # of the unfinished run with seed 1, which comes after it
+    for name, change in (("epoch0", dict(epoch=0)), ("infinite", dict(steps=1e999)), ("fifty", dict(labels="fifty"))):
+        strange = make_run(runs, errors=[5.0], seed=9, name=name)
+        (strange / "config.json").write_text(json.dumps(json.loads((strange / "config.json").read_text()) | change))
+    for name, content in (("nounlabeled", b"step,test_error\n20,5\n"), ("blank", b"step,test_error,unlabeled_error\n20,,\n")):
+        strange = make_run(runs, errors=[5.0], seed=9, name=name)
+        (strange / "log.csv").write_bytes(content)
+    for name, content in (("header", b"a,b\n1,2\n"), ("wide", b"step,class,head_0\n20,a,1,2,3\n")):
+        (make_run(runs, "crae_ext1", errors=[5.0], seed=len(name), name=name) / "diversity.csv").write_bytes(content)
     report.report(str(runs), out=str(tmp_path / "report"))
     text, errors = (tmp_path / "report" / "report.md").read_text(), capsys.readouterr().err
-    assert "| CRAE | 15.00 (1) |" in text and "2 finished runs, 3 unfinished" in text
-    assert "step 20 of 40" in text and "step 60 of 80" in text and "step 0 of 40" in text
-    for name in "damaged", "list", "binary", "foreign", "words", "brokenlog", "brokenmatrix", "stray.bin", twin.name:
+    assert "| CRAE | 35.00 ± 28.28 (2) |" in text and "5 finished runs, 2 unfinished" in text
+    assert "step 60 of 80" in text and "step 0 of 40" in text
+    for name in "damaged", "list", "binary", "foreign", "words", "brokenlog", "brokenmatrix", "stray.bin", twin.name, "epoch0", "infinite", "fifty", "nounlabeled", "blank", "header", "wide":
         assert name in text.split("## Passed over")[1] and name in errors, name
 
 
@@ -112,7 +149,20 @@ def test_no_runs_give_the_papers_tables(tmp_path):
     assert not list((tmp_path / "report").glob("*.png"))
 
 
-def test_rotation_dimension(tmp_path):
+def test_own_data_of_the_same_name_is_another_dataset(tmp_path):
+    runs = tmp_path / "runs"
+    for seed, dataset in enumerate(["cifar10", "/elsewhere/cifar10", "my $\\frac$ | pics", "/a/x.npz", "/b/x.npz"]):
+        make_run(runs, dataset=dataset, labels=250, errors=[10.0 + seed], name=f"run{seed}")
+    make_run(runs, "independent", errors=[3.0], heads=20, name="twenty")
+    report.report(str(runs), out=str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text()
+    for seed in range(5):
+        assert f"| CRAE | {10 + seed}.00 (1) |" in text
+    assert "| 20 | 3.00 (1) |" in text and "| 10 |  |" in text
+    assert all(" " not in name.split(")")[0] for name in text.split("](")[1:])
+
+
+def test_rotation_dimension(tmp_path, figures):
     for dim, error in (None, 10.0), (16, 11.0), (4, 15.0):
         for seed in 0, 1:
             make_run(tmp_path / "runs", errors=[error + seed], rot_dim=dim, seed=seed)
@@ -120,7 +170,11 @@ def test_rotation_dimension(tmp_path):
     text = (tmp_path / "report" / "report.md").read_text()
     assert "| no reduction | 10.50 ± 0.71 (2) | 1,000 |\n| 16 | 11.50 ± 0.71 (2) | 1,016 |\n| 4 | 15.50 ± 0.71 (2) | 1,004 |" in text
     assert "| CRAE | 10.50 ± 0.71 (2) |" in text                # reduced runs are not in the other tables
-    assert (tmp_path / "report" / "digits_50_rotation_dim.png").stat().st_size > 5000
+    make_run(tmp_path / "runs", "s4l", errors=[50.0], rot_dim=4, seed=7)       # CRAE alone is shown
+    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    figure = figures["digits_50_rotation_dim.png"]
+    points = figure.axes[0].containers[0].lines[0].get_xydata().tolist()
+    assert points == [[16, 88.5], [4, 84.5]] and figure.axes[0].lines[-1].get_ydata()[0] == 89.5
 
 
 def test_mean_of_the_diagonal():
