@@ -167,7 +167,7 @@ def table(name, title, rows, dataset, runs, with_paper):
     lines = ["| " + " | ".join([f"{title}, {dataset}".replace("|", "/"), *head]) + " |", "|---" * (len(head) + 1) + "|"]
     missing = []
     for method, label in rows.items():
-        line = [label]
+        line = [label.replace("|", "\\|")]
         for k in columns:
             line.append(cells[method, k])
             if not cells[method, k] and (not paper or (k, method) in paper):
@@ -284,6 +284,7 @@ def mean_diagonal(matrix):
 def show_matrix(axes, matrix, title):
     """Row: the true class, column: the head that knows the rotation best, both counted from 0."""
     axes.set_title(title, fontsize=9)
+    axes.locator_params(integer=True)
     return axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
 
 

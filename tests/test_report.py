@@ -65,6 +65,7 @@ def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures
     assert "| CRAE | 12.00 ± 1.41 (2) | 5.50 (1) |" in text     # sqrt(2) is the deviation of 11 and 13
     assert cells(path, "digits", "10") == ["10", "9.00 (1)"] and cells(path, "digits", "2") == ["2", "8.00 (1)"]
     assert cells(path, "digits", "20") == ["20", ""]            # not run: empty, and said below
+    assert "detached p(y\\|x)" in text                         # a bar would end the cell
     assert "- digits, 50 labels: " in text and "independent, 20 heads" in text.split("## Not run, or not finished")[1]
     assert "| Components, digits | 50 labels | 100 labels |" in text and "| paper |" not in text.split("## digits")[1].split("##")[0]
     for name in "digits_labels", "digits_50_curves", "digits_50_diversity_crae", "digits_50_diversity_crae_plus", "digits_50_diversity":
