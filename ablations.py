@@ -85,7 +85,7 @@ def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "
             row.pop("heads")
     runs = [settle(row | common | dict(labels=n, seed=seed), out) for n in labels for row in rows for seed in seeds]
     for run in runs:
-        if run["folder"].exists() and any(run["folder"].iterdir()):
+        if run["folder"].exists() and any(p.name != ".lock" for p in run["folder"].iterdir()):
             training.refuse_other_flags(run["config"] | dict(out=str(run["folder"])))
     Path(out).mkdir(parents=True, exist_ok=True)
     with training.locked(out):

@@ -26,7 +26,7 @@ import presets
 # ---------------------------------------------------------------- load
 
 
-def load(dataset, data_dir, image_size=None):
+def load(dataset, data_dir, image_size=None, skip_broken=False):
     """A named dataset, an .npz file or a folder to
 
     images (M, 3, H, W) uint8 with the memory laid out channels last,
@@ -40,7 +40,7 @@ def load(dataset, data_dir, image_size=None):
         sys.exit(f"--dataset {dataset}: there is no such file or folder, and the known names are "
                  + ", ".join(presets.NAMED))
     elif Path(dataset).is_dir():
-        pieces, classes = load_folder(Path(dataset), image_size)
+        pieces, classes = load_folder(Path(dataset), image_size, skip_broken)
     elif dataset.endswith(".npz"):
         pieces, classes = load_npz(dataset)
     else:
@@ -156,9 +156,9 @@ def load_npz(path):
     return pieces, [str(c) for c in classes]
 
 
-def load_folder(root, image_size):
+def load_folder(root, image_size, skip_broken):
     """train/<class>/*, test/<class>/* and/or val/<class>/*, optional unlabeled/*; every image is read now, once."""
-    pieces, classes = {}, None
+    pieces, classes, broken = {}, None, []
     for part, name in {"train": "train", "test": "test", "validation": "val"}.items():
         if not (root / name).is_dir():
             if part == "train":
@@ -172,29 +172,38 @@ def load_folder(root, image_size):
         if found.classes != classes:
             differ = sorted(set(found.classes) ^ set(classes))
             sys.exit(f"--dataset {root}: the class folders of train/ and {name}/ differ: {', '.join(differ)}")
-        pieces[part] = read_images([p for p, _ in found.samples], image_size, name), found.targets
+        pieces[part] = read_images([p for p, _ in found.samples], found.targets, image_size, name, broken)
     if (root / "unlabeled").is_dir():
         files = sorted(str(p) for p in (root / "unlabeled").rglob("*")
                        if p.suffix.lower() in datasets.folder.IMG_EXTENSIONS)
-        pieces["unlabeled"] = read_images(files, image_size, "unlabeled"), np.full(len(files), -1)
+        pieces["unlabeled"] = read_images(files, np.full(len(files), -1), image_size, "unlabeled", broken)
+    for file, problem in broken:
+        print(f"cannot read {file}: {problem}", file=sys.stderr)
+    if broken and not skip_broken:
+        sys.exit(f"--dataset {root}: {len(broken)} images cannot be read, {broken[0][0]} and those listed above; mend or remove "
+                 "them, or give --skip_broken")
+    if broken:
+        print(f"going on without {len(broken)} images that cannot be read")
     return pieces, classes
 
 
-def read_images(files, image_size, name):
-    """Image files to (n, S, S, 3) uint8, decoded in threads (PIL lets go of Python's lock while it decodes)."""
-    images = np.empty((len(files), image_size, image_size, 3), np.uint8)
+def read_images(files, labels, image_size, name, broken):
+    """Image files to (n, S, S, 3) uint8 and their labels, decoded in threads (PIL lets go of Python's lock while it does).
+
+    A file that cannot be read is left out and goes into the list `broken`.
+    """
+    images, good = np.empty((len(files), image_size, image_size, 3), np.uint8), np.zeros(len(files), bool)
+
+    def read(i):
+        try:
+            images[i], good[i] = decode(files[i], image_size), True
+        except Exception as error:                              # PIL raises many things for bad files
+            return files[i], " ".join(str(error).split()) or type(error).__name__
+
     with ThreadPoolExecutor() as pool:
-        read = functools.partial(read_image, image_size=image_size)
-        for i, image in enumerate(tqdm(pool.map(read, files), f"reading {name}", len(files), disable=None, leave=False)):
-            images[i] = image
-    return images
-
-
-def read_image(file, image_size):
-    try:
-        return decode(file, image_size)
-    except Exception as error:                                  # PIL raises many things for bad files
-        sys.exit(f"--dataset: cannot read the image {file} ({error}); mend or remove it")
+        found = list(tqdm(pool.map(read, range(len(files))), f"reading {name}", len(files), disable=None, leave=False))
+    broken.extend(filter(None, found))
+    return images[good], np.asarray(labels)[good]
 
 
 def decode(file, image_size):

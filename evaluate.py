@@ -94,7 +94,7 @@ def probabilities(net, x, device):
 def test(net, saved, run, data_dir, batch, device):
     try:
         config = json.loads((run / "config.json").read_text())
-        source = config["dataset"], data_dir or config["data_dir"], config["image_size"]
+        source = config["dataset"], data_dir or config["data_dir"], config["image_size"], config.get("skip_broken", False)
         with np.load(run / "split.npz", allow_pickle=False) as split:
             index, total = torch.as_tensor(split["test"]), sum(len(split[part]) for part in split.files)
         out = run / "evaluation"

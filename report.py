@@ -71,7 +71,7 @@ def read_runs(folder):
             passed_over.append(f"{twin['path']}: the same experiment as {path.parent}, which is counted")
         runs.append(run)
     for path in sorted(Path(folder).iterdir()):
-        if (path.name,) not in found and path.name != "_ablations":                # ablations.py keeps its tables there
+        if (path.name,) not in found and path.name not in ("_ablations", ".lock"):              # ablations.py's
             passed_over.append(f"{path}: no run")
     return runs, passed_over
 

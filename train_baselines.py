@@ -302,7 +302,9 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
           pretrained: str | None = None, cycles: bool = True, arch: str | None = None, steps: int | None = None,
           batch: int | None = None, lr: float | None = None, weight_decay: float | None = None, flip: bool | None = None,
           image_size: int | None = None, seed: int = 0, data_dir: str = "data", out: str | None = None,
-          device: str | None = None, resume: bool = False) -> dict:
+          device: str | None = None, deterministic: bool = False,
+          save_minutes: float = 10.0,                           # ours
+          skip_broken: bool = False, resume: bool = False) -> dict:
     """Flags, each as --name value or --name=value; a true-or-false flag also as --name or --noname.
     What is not given comes from the method's constants in this file and the dataset's preset in presets.py.
 
@@ -339,6 +341,9 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
     --data_dir      where downloaded datasets are kept
     --out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what else was given>
     --device        cpu, cuda, cuda:1; without it cuda where there is one
+    --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
+    --save_minutes  save at least so often, besides at every evaluation
+    --skip_broken   go on without pictures that cannot be read, and say how many
     --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
     --help          this text
     """

@@ -98,7 +98,9 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
           weight_decay: float | None = None, eta: float = 1.0, eta2: float = 1.0,      # ours, no ramp-up
           temperature: float = 0.5,                             # MixMatch
           flip: bool | None = None, image_size: int | None = None, seed: int = 0, data_dir: str = "data",
-          out: str | None = None, device: str | None = None, resume: bool = False) -> dict:
+          out: str | None = None, device: str | None = None, deterministic: bool = False,
+          save_minutes: float = 10.0,                           # ours
+          skip_broken: bool = False, resume: bool = False) -> dict:
     """Flags, each as --name value or --name=value; a true-or-false flag also as --name or --noname.
     What is not given comes from the dataset's preset in presets.py, the paper's table.
 
@@ -129,6 +131,9 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     --data_dir      where downloaded datasets are kept
     --out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what else was given>
     --device        cpu, cuda, cuda:1; without it cuda where there is one
+    --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
+    --save_minutes  save at least so often, besides at every evaluation
+    --skip_broken   go on without pictures that cannot be read, and say how many
     --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
     --help          this text
     """

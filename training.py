@@ -56,6 +56,8 @@ def command_line(train, argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
         return print(inspect.getmodule(train).__doc__ + "\n" + inspect.getdoc(train))
+    if any(re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", word) for word in argv):     # they would break a line, or a file's name
+        sys.exit("a flag has a control character in it, such as the end of a line")
     if "-" in argv or "--" in argv:                             # words that Fire keeps for itself
         sys.exit("a lone - or -- is not a flag; --help lists the flags")
     words, flags = [], {}
@@ -131,7 +133,7 @@ def resolve(train, flags, method, unnamed=(), constants={}):
     """
     preset = presets.for_dataset(flags["dataset"]) | constants
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
-    for name in "steps", "batch", "lr", "image_size", "rot_dim", "labels":
+    for name in "steps", "batch", "lr", "image_size", "rot_dim", "labels", "save_minutes":
         if config[name] is not None and not (0 < config[name] < math.inf):
             sys.exit(f"--{name} {config[name]}: must be more than 0, and finite")
     if not 0 <= config["weight_decay"] < math.inf:
@@ -139,12 +141,12 @@ def resolve(train, flags, method, unnamed=(), constants={}):
     if not 0 <= config["seed"] < 2 ** 32:
         sys.exit(f"--seed {config['seed']}: must be 0 or more, and less than 2^32")
     check_arch(config["arch"])
-    config["device"] = check_device(config["device"])
+    config["device"] = check_device(config["device"], config["deterministic"])
 
     default = {k: p.default for k, p in inspect.signature(train).parameters.items()}
     given = {k: v for k, v in flags.items() if v != default[k] and v is not None}
     changed = {k: v for k, v in given.items() if preset.get(k, default[k]) != v}
-    for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", *unnamed}:
+    for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", "save_minutes", "deterministic", *unnamed}:
         changed.pop(name, None)
     if not config["out"]:
         dataset = Path(config["dataset"]).resolve().name.removesuffix(".npz")
@@ -167,8 +169,8 @@ def paper_error(dataset, labels, method):
                 return f"{float(row['value']):.2f} %{quoted}"
 
 
-def check_device(device):
-    """The device, set up for speed; without a name the GPU where there is one."""
+def check_device(device, deterministic=False):
+    """The device, set up for speed, or for the same bits in every run; without a name the GPU where there is one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -178,7 +180,10 @@ def check_device(device):
         sys.exit(f"--device {device}: torch has no such device here; leave the flag out, or give cpu, cuda or cuda:<number>")
     if device != "cpu":
         torch.set_float32_matmul_precision("high")              # TF32 where autocast leaves float32
-        torch.backends.cudnn.benchmark = True                   # all training batches have one shape
+        torch.backends.cudnn.benchmark = not deterministic      # all training batches have one shape
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")             # what cuBLAS asks for
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
     return device
 
 
@@ -191,7 +196,9 @@ def check_folder(config, longer=True):
     longer: a run may be resumed with more steps, since none of its values depends on their number.
     """
     out = Path(config["out"])
-    inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes] if os.path.isdir(out) else os.path.exists(out)
+    inside = os.path.exists(out)
+    if os.path.isdir(out):                                      # a run that was killed before its first file has left these
+        inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes and p.name != ".lock"]
     if not inside:
         return None
     if not config["resume"]:
@@ -212,7 +219,7 @@ def refuse_other_flags(config, longer=True):
     except ValueError:
         sys.exit(f"--out {out}: its config.json is damaged; give another --out")
     for name, value in config.items():
-        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed")
+        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed", "save_minutes")
         may_differ |= longer and name == "steps" and value > saved.get(name, value)
         if not may_differ and name in saved and saved[name] != value:           # not in it: a flag younger than the run
             sys.exit(f"--{name} {value}: the run in {out} has {saved[name]}; give that, or another --out")
@@ -220,11 +227,14 @@ def refuse_other_flags(config, longer=True):
 
 def load_run(config):
     """The images of a run and its split: drawn from the seed, or the saved one when the run is resumed."""
-    images, labels, parts, classes = data.load(config["dataset"], config["data_dir"], config["image_size"])
+    images, labels, parts, classes = data.load(config["dataset"], config["data_dir"], config["image_size"], config["skip_broken"])
     saved = Path(config["out"], "split.npz")
     if saved.exists():
-        with np.load(saved, allow_pickle=False) as file:
-            split = {part: file[part] for part in file.files}
+        try:
+            with np.load(saved, allow_pickle=False) as file:    # no code in it is run
+                split = {part: file[part] for part in ("labeled", "unlabeled", "validation", "test")}
+        except Exception as error:                              # whatever a damaged or foreign file makes numpy raise
+            sys.exit(f"--out {config['out']}: its split.npz cannot be read ({cause(error)}); give another --out")
         if sum(map(len, split.values())) != len(labels):
             sys.exit(f"--dataset {config['dataset']}: has {len(labels)} images now, and the split in {saved} is of "
                      f"{sum(map(len, split.values()))}; give another --out")
@@ -247,19 +257,67 @@ def write_config(config, split, resolved):
     record = config | dict(resolved=resolved, versions=versions, git_commit=commit or None, git_changed=changed)
     if (out / "config.json").exists():                          # a resumed run keeps the record of its start
         record = json.loads((out / "config.json").read_text()) | {k: config[k] for k in ("steps", "changed", "paper")}
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
+    make_folder(out)
+    write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
+    if not (out / "split.npz").exists():                        # the labelled images of a run never change
         write_whole(out / "split.npz", lambda tmp: np.savez(tmp, **split))
+
+
+def make_folder(out):
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         sys.exit(f"--out {out}: cannot be written ({error.strerror})")
 
 
 def write_whole(path, write):
-    """A file that is there whole or not at all: written beside its place under another name, then renamed."""
+    """A file that is there whole or not at all, also after a power cut: written beside its place, synced, then renamed."""
     tmp = path.with_name(f"{path.stem}.tmp{path.suffix}")
-    write(tmp)
-    os.replace(tmp, path)
+    try:
+        write(tmp)
+        sync(tmp)
+        os.replace(tmp, path)
+        sync(path.parent)
+    except (OSError, RuntimeError) as error:                    # torch.save makes a RuntimeError of a full disk
+        tmp.unlink(missing_ok=True)
+        sys.exit(f"--out {path.parent}: {path.name} cannot be written ({cause(error)}); what was saved before is whole")
+
+
+def sync(path):
+    """Wait until a file, or a folder's list of names, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def cause(error):
+    return getattr(error, "strerror", None) or " ".join(str(error).split())[:100]
+
+
+def save_state(folder, state):
+    """last.pt, and the save before it as previous.pt; killed between two renames, one of them is there."""
+    write_whole(folder / "next.pt", lambda tmp: torch.save(state, tmp))
+    if (folder / "last.pt").exists():
+        os.replace(folder / "last.pt", folder / "previous.pt")
+    os.replace(folder / "next.pt", folder / "last.pt")
+    sync(folder)
+
+
+def load_state(folder, device, load):
+    """Give the newest save that is whole to `load`; False if there is none. A damaged one is named and left as it is."""
+    saves = [folder / name for name in ("last.pt", "previous.pt") if (folder / name).exists()]
+    for k, path in enumerate(saves):
+        try:
+            load(torch.load(path, map_location=device, weights_only=True))      # no code in it is run
+            return True
+        except Exception as error:                              # whatever a damaged or foreign file makes torch raise
+            print(f"{path}: damaged or foreign ({cause(error)})" + ("; going on from the save before it" if k + 1 < len(saves) else ""),
+                  file=sys.stderr)
+    if saves:
+        sys.exit(f"--out {folder}: no save in it can be read; nothing was changed. Remove {' and '.join(p.name for p in saves)} to begin again")
+    return False
 
 
 def read_rows(path, last_step):
@@ -278,6 +336,16 @@ def write_rows(path, rows, mode):
         if file.tell() == 0:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def append_rows(path, rows):
+    """Rows at the end of a log, on the disk before the save that counts on them."""
+    try:
+        write_rows(path, rows, "a")
+        if rows:
+            sync(path)
+    except OSError as error:
+        sys.exit(f"--out {path.parent}: {path.name} cannot be written ({cause(error)}); what was saved before is whole")
 
 
 def keep_rows(path, last_step):
@@ -326,6 +394,13 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
     refresh_bn(ema, net, batches)           gives the averaged model its BN statistics before it is evaluated
     mu                                      unlabelled images in a step, as a multiple of config["batch"]
     """
+    make_folder(config["out"])
+    with locked(config["out"]):
+        return run_steps(net, objective, images, labels, split, classes, config, p_z, optimizer, schedule, average, refresh_bn, mu)
+
+
+def run_steps(net, objective, images, labels, split, classes, config, p_z, optimizer, schedule, average, refresh_bn, mu):
+    """The loop itself; fit has its words."""
     resolved = resolved_values(net, images, split, classes)
     print_config(config, resolved)
     write_config(config, split, resolved)
@@ -343,24 +418,30 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
     gen = torch.Generator(device)
     augment = partial(data.augment, flip=config["flip"], gen=gen)
 
-    log, matrices, last = (Path(out, name) for name in ("log.csv", "diversity.csv", "last.pt"))
-    run = dict(step=0, row_step=0, seconds=0.0, terms={})       # terms: the losses, summed since the row at row_step
-    if last.exists():
-        saved = torch.load(last, map_location=device, weights_only=True)
+    log, matrices = Path(out, "log.csv"), Path(out, "diversity.csv")
+    # terms: the losses, summed since the row at row_step; bad: the first step at which a term was not finite, or 0
+    run = dict(step=0, row_step=0, seconds=0.0, terms={}, bad={})
+
+    def load(saved):
         net.load_state_dict(saved["net"])
         ema.load_state_dict(saved["ema"])
         optimizer.load_state_dict(saved["optimizer"])
-        run = saved["run"]
+        run.update(saved["run"])
+
+    if load_state(Path(out), device, load):
         print(f"continuing after step {run['step']} of {steps}")
     rows = keep_rows(log, run["step"])
     keep_rows(matrices, run["step"])
 
     def save():
-        state = dict(net=net.state_dict(), ema=ema.state_dict(), optimizer=optimizer.state_dict(), run=run)
-        write_whole(last, lambda tmp: torch.save(state, tmp))
+        """What is saved is finite: a step that was not ends the run here, at the latest."""
+        check_finite(run, weights, out)
+        state = dict(net=net.state_dict(), ema=ema.state_dict(), optimizer=optimizer.state_dict(),
+                     run=run | dict(seconds=run["seconds"] + time.perf_counter() - tick))
+        save_state(Path(out), state)
 
     with stop_signals() as stop, tqdm(total=steps, initial=run["step"], unit="step", disable=None) as bar:
-        tick, tick_step = time.perf_counter(), run["step"]
+        tick, tick_step, saved_at = time.perf_counter(), run["step"], time.perf_counter()
         for step in range(run["step"], steps):
             gen.manual_seed(data.seed_of(seed, 3, step))        # streams: 0 split, 1 and 2 batches, 3 all else
             i_l = data.batch_indices(index["labeled"], batch, step, seed, 1)
@@ -375,12 +456,15 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
             average(averages, weights, step)
             run["terms"] = {k: run["terms"].get(k, 0) + v.detach() for k, v in terms.items()}
             run["step"] = step + 1
+            for k, v in terms.items():                          # no wait for the device
+                first = run["bad"].get(k, torch.zeros((), device=device))
+                run["bad"][k] = torch.where((first == 0) & ~v.detach().isfinite(), run["step"], first)
             bar.update()
 
             if run["step"] % epoch == 0 or run["step"] == steps:
                 losses = {f"loss_{k}": v.item() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
                 passed = time.perf_counter() - tick             # the line above waited for the device
-                check_finite(losses, run["step"], out)
+                check_finite(run, weights, out)
                 parts = index["sample"].tensor_split(math.ceil(len(index["sample"]) / EVAL_BATCH))
                 refresh_bn(ema, net, (data.scale(augment(images[i])) for i in parts))
                 scores, matrix = evaluate(net, ema, images, labels, index, len(classes), p_z)
@@ -388,14 +472,16 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
                            images_per_second=(1 + mu) * batch * (run["step"] - tick_step) / passed,
                            lr=optimizer.param_groups[0]["lr"], **losses, **scores)
                 rows.append({k: "" if v is None else v if isinstance(v, int) else f"{v:.7g}" for k, v in row.items()})
-                write_rows(log, rows[-1:], "a")
-                write_rows(matrices, diversity_rows(run["step"], matrix, classes), "a")
+                append_rows(log, rows[-1:])
+                append_rows(matrices, diversity_rows(run["step"], matrix, classes))
                 run.update(row_step=run["step"], seconds=run["seconds"] + passed, terms={})
+                tick, tick_step, saved_at = time.perf_counter(), run["step"], time.perf_counter()
                 save()
                 bar.write(progress_line(rows[-1], steps))
-                tick, tick_step = time.perf_counter(), run["step"]
+            elif time.perf_counter() - saved_at > 60 * config["save_minutes"]:
+                save()
+                saved_at = time.perf_counter()
             if stop and run["step"] < steps:
-                run["seconds"] += time.perf_counter() - tick
                 save()
                 bar.close()
                 print(f"stopped after step {run['step']}; to continue: {config['command']} --resume", file=sys.stderr)
@@ -412,35 +498,38 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
     return row
 
 
-def check_finite(losses, step, out):
-    for name, value in losses.items():
-        if not math.isfinite(value):
-            sys.exit(f"{name} is not finite at step {step}; what was saved before is in {out}; a smaller --lr may help")
+def check_finite(run, weights, out):
+    bad = {f"loss_{name}": int(first) for name, first in run["bad"].items() if first}
+    if not torch.stack([w.isfinite().all() for w in weights]).all():
+        bad = bad or {"a weight": run["step"]}
+    if bad:
+        name, step = min(bad.items(), key=lambda item: item[1])
+        sys.exit(f"{name} is not finite at step {step}; what was saved before is in {out}; a smaller --lr may help")
 
 
 @contextmanager
 def locked(folder):
     """Refuse a folder that another process holds; the lock goes when its process does, however that ends."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with Path(folder, ".lock").open("a") as file:               # NFS locks files that are open for writing, not folders
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"--out {folder}: another process is at work in it; wait for it, or give another --out")
+        except OSError as error:                                # a file system without locks
+            print(f"note: {folder} cannot be locked ({error.strerror}); see to it that only one process works in it")
         yield
-    except BlockingIOError:
-        sys.exit(f"--out {folder}: another process is at work in it; wait for it, or give another --out")
-    finally:
-        os.close(handle)
 
 
 @contextmanager
 def stop_signals():
-    """Collects Ctrl-C and SIGTERM, so that the loop can end its step and save; a second Ctrl-C stops at once."""
+    """Collects Ctrl-C, SIGTERM and Slurm's SIGUSR1, so that the loop can end its step and save; a second Ctrl-C stops at once."""
     caught = []
 
     def catch(number, frame):
-        caught.append(number)
+        caught.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield caught
     finally:

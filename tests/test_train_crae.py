@@ -273,7 +273,7 @@ def test_every_variant_runs_and_has_the_papers_name(flags, tmp_path, monkeypatch
     row = training.command_line(train_crae.train, [*flags.split(), *map(str, QUICK)])
     folder = tmp_path / "runs" / f"digits_100_{NAMES[flags]}_0_{CHANGED}"
     has_heads, K = "--heads 0" not in flags, 2 if "heads 2" in flags else 10
-    assert {p.name for p in folder.iterdir()} == {"config.json", "split.npz", "log.csv", "curve.png", "last.pt", "model.pt"} | (
+    assert {p.name for p in folder.iterdir()} == {".lock", "config.json", "split.npz", "log.csv", "curve.png", "last.pt", "model.pt"} | (
         {"diversity.csv"} if has_heads else set())
     assert math.isfinite(row["loss_class"]) and (row["rotation_accuracy"] is not None) == has_heads
     if has_heads:
