@@ -14,7 +14,6 @@ import inspect
 import os
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -240,10 +239,10 @@ def dim_rows(done, labels, config, num_classes):
     return rows
 
 
-def head_cost(config, num_classes, rot_dim, repeats=15):
+def head_cost(config, num_classes, rot_dim, repeats=50):
     """The rotation heads alone, forward and backward, for the 8 B copies of a step.
 
-    Time: the median of measurements. Memory, calculated: four float32 copies of the parameters (weights, gradient, Adam's
+    Time: the fastest of `repeats`, which other programs disturb least. Memory, calculated: four float32 copies of the parameters (weights, gradient, Adam's
     two averages), and the reduced features and logits with their gradients.
     """
     device = torch.device(config["device"])
@@ -260,7 +259,7 @@ def head_cost(config, num_classes, rot_dim, repeats=15):
         times.append(time.perf_counter() - before)
     parameters = sum(p.numel() for p in heads.parameters())
     activations = len(features) * ((rot_dim or 0) + 4 * num_classes)
-    return parameters, 1e6 * statistics.median(times), 4 * (4 * parameters + 2 * activations)
+    return parameters, 1e6 * min(times), 4 * (4 * parameters + 2 * activations)
 
 
 def diversity_rows(done, labels, dataset, folder):

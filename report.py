@@ -195,11 +195,13 @@ def imagenet_table():
 
 
 def rotation_dim_rows(runs, labels):
-    """Error of CRAE by the dimension in front of the rotation heads; None, no reduction, comes first."""
+    """Error of CRAE by the dimension in front of the rotation heads, over the seeds that all of them have; None comes first."""
     chosen = [r for r in runs if r["method"] == "crae" and str(r["labels"]) == str(labels) and r["finished"]]
     dims = sorted({r["rot_dim"] for r in chosen} - {None}, reverse=True)
     if not dims:
         return []
+    seeds = set.intersection(*({r["seed"] for r in chosen if r["rot_dim"] == d} for d in dims))
+    chosen = [r for r in chosen if r["seed"] in seeds] or chosen                # seeds differ by more than dimensions do
     return [dict(rot_dim=d, errors=[r["error"] for r in chosen if r["rot_dim"] == d],
                  parameters=next(r["parameters"] for r in chosen if r["rot_dim"] == d))
             for d in ([None] if any(r["rot_dim"] is None for r in chosen) else []) + dims]
@@ -221,8 +223,8 @@ def names_of(runs):
 
 def colour_of(method):
     """One colour a method, the same in all figures."""
-    known = list(METHODS)
-    return plt.get_cmap("tab20")(known.index(method) % 20) if method in METHODS else "black"
+    colours = [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors]
+    return colours[list(METHODS).index(method)] if method in METHODS else "black"
 
 
 def draw_error_against_labels(runs, dataset, with_paper, path):
@@ -230,11 +232,11 @@ def draw_error_against_labels(runs, dataset, with_paper, path):
     runs = [r for r in runs if r["finished"] and r["labels"] != "all" and r["rot_dim"] is None]
     if not runs:
         return False
-    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     methods, counts = names_of(runs), {r["labels"] for r in runs}
+    figure, axes = plt.subplots(figsize=(7.5, max(4.5, 0.6 + 0.19 * len(methods))), layout="constrained")      # room for the names
     for k, (method, name) in enumerate(methods.items()):
         points = [(n, errors_of(runs, method, n)) for n in sorted({r["labels"] for r in runs if r["method"] == method})]
-        aside = 1 + 0.012 * (k - (len(methods) - 1) / 2)        # so that bars do not cover each other
+        aside = 1 + 0.15 * ((k + 0.5) / len(methods) - 0.5)     # so that bars do not cover each other
         axes.errorbar([n * aside for n, _ in points], [statistics.mean(e) for _, e in points],
                       [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=name, capsize=3,
                       color=colour_of(method), marker="osv^D"[k % 5])
@@ -261,7 +263,7 @@ def draw_error_against_labels(runs, dataset, with_paper, path):
 
 def draw_curves(runs, title, path):
     """Test error of the averaged weights over the steps, the mean of a method's seeds: of its finished ones if there are any."""
-    figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.5, max(4.5, 0.6 + 0.19 * len(names_of(runs)))), layout="constrained")
     for method, name in names_of(runs).items():
         curves = [dict(r["errors"]) for r in runs if r["method"] == method and r["finished"]]
         curves = curves or [dict(r["errors"]) for r in runs if r["method"] == method]

@@ -171,7 +171,9 @@ def test_rotation_dimension(tmp_path, figures):
     text = (tmp_path / "report" / "report.md").read_text()
     assert "| no reduction | 10.50 ± 0.71 (2) | 1,000 |\n| 16 | 11.50 ± 0.71 (2) | 1,016 |\n| 4 | 15.50 ± 0.71 (2) | 1,004 |" in text
     assert "| CRAE | 10.50 ± 0.71 (2) |" in text                # reduced runs are not in the other tables
+    assert len({report.colour_of(m) for m in report.METHODS}) == len(report.METHODS)
     make_run(tmp_path / "runs", "s4l", errors=[50.0], rot_dim=4, seed=7)       # CRAE alone is shown
+    make_run(tmp_path / "runs", errors=[99.0], seed=2)          # a seed that only the unreduced run has
     report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
     figure = figures["digits_50_rotation_dim.png"]
     points = figure.axes[0].containers[0].lines[0].get_xydata().tolist()
