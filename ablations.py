@@ -24,7 +24,6 @@ from typing import Literal
 import torch
 from tqdm import tqdm
 
-import data
 import presets
 import report
 import train_crae
@@ -42,7 +41,7 @@ ROWS = dict(
 
 
 def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "rotation_dim", "diversity"],
-           dataset: str = "digits", labels: list[int] | None = None, seeds: list[int] = [0], steps: int | None = None,
+           dataset: str = "digits", labels: list[int | str | None] | None = None, seeds: list[int] = [0], steps: int | None = None,
            arch: str | None = None, batch: int | None = None, image_size: int | None = None, data_dir: str = "data",
            out: str = "runs", jobs: int = 1, device: str | None = None) -> list:
     """TABLE           one of
@@ -54,7 +53,7 @@ def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "
         diversity       the matrices of the rotation heads of CRAE and CRAE+, as pictures and as one number an epoch
 
     --dataset       as for train_crae.py; without it digits
-    --labels        numbers of labelled images, 250,4000 or just one; without it the preset's
+    --labels        numbers of labelled images, 250,4000 or just one, or shares such as 10%; without it the preset's
     --seeds         0,1,2 or just one
     --steps         training steps of each run; without it the preset's
     --arch          wrn-<depth>-<width> or resnet50v2; without it the preset's
@@ -77,16 +76,15 @@ def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "
     rows = ([dict(rot_dim=dim) for dim in dims_of(arch or preset["arch"])] if table == "rotation_dim" else
             [dict(row) for row in ROWS[table]])
     labels, seeds = list(dict.fromkeys(labels or [preset["labels"]])), list(dict.fromkeys(seeds))
-    settle(common, out)                                         # refuses bad values
-    num_classes = check_data(table, dataset, data_dir, image_size or preset["image_size"], labels, preset["validation"], seeds[0])
+    num_classes = check_data(table, [settle(common | dict(labels=n, seed=seeds[0]), out)["config"] for n in labels])
     for row in rows:
         if row.get("heads") == num_classes:                     # the ensemble's own number: one experiment, one name
             row.pop("heads")
     runs = [settle(row | common | dict(labels=n, seed=seed), out) for n in labels for row in rows for seed in seeds]
     for run in runs:
-        if run["folder"].exists() and any(p.name != ".lock" for p in run["folder"].iterdir()):
+        if training.holds_anything(run["folder"]):
             training.refuse_other_flags(run["config"] | dict(out=str(run["folder"])))
-    Path(out).mkdir(parents=True, exist_ok=True)
+    training.make_folder(out)
     with training.locked(out):
         failed = sweep(runs, jobs, device)
     shown = show(table, [run for run in runs if finished(run)], [n or "all" for n in labels], num_classes, Path(out))
@@ -95,13 +93,13 @@ def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "
     return shown
 
 
-def check_data(table, dataset, data_dir, image_size, labels, validation, seed):
-    """What the data would refuse is refused now; the number of classes."""
-    _, y, parts, classes = data.load(dataset, data_dir, image_size)
-    for n in labels:
-        split = data.make_split(y, parts, n, validation, seed)
+def check_data(table, configs):
+    """What the data would refuse is refused now, for each number of labels; the number of classes."""
+    _, y, parts, classes = training.load_images(configs[0])
+    for config in configs:
+        split = training.draw_split(config, y, parts)
         if table == "diversity" and (y[split["unlabeled"]] < 0).all():
-            sys.exit(f"--dataset {dataset}: the classes of its unlabelled images are not known, so there is no diversity matrix")
+            sys.exit(f"--dataset {config['dataset']}: the classes of its unlabelled images are not known, so there is no diversity matrix")
     return len(classes)
 
 
@@ -109,7 +107,7 @@ def dims_of(arch):
     """No reduction, then the feature width and every power of two below it, down to 4."""
     check_arch(arch)
     width = make_model(arch, 2, 0).backbone.num_features
-    return [None, width, *(2 ** k for k in range(20, 1, -1) if 2 ** k < width)]
+    return [0, width, *(2 ** k for k in range(20, 1, -1) if 2 ** k < width)]
 
 
 def settle(flags, out):
@@ -203,7 +201,7 @@ def show(table, runs, labels, num_classes, out):
     if not runs:
         return []
     done = [report.read_run(run["folder"]) for run in runs]
-    dataset = report.file_name(done[0]["dataset"])
+    dataset = "_".join(filter(None, [report.file_name(done[0]["dataset"]), report.file_name(report.setting_of(done[0]))]))
     if table == "rotation_dim":
         rows = [row for n in labels for row in dim_rows(done, n, runs[0]["config"], num_classes)]
         for n in labels:
@@ -218,7 +216,7 @@ def show(table, runs, labels, num_classes, out):
         rows = [dict(labels=n, method=report.METHODS[method], error=report.mean_std(report.errors_of(done, method, n)),
                      paper=paper.get((str(n), method), "")) for n in labels for method in report.TABLES[table][1]
                 if report.errors_of(done, method, n)]
-    path = folder / f"{table}_{dataset}.csv"
+    path = folder / f"{table}_{dataset}_{'_'.join(map(str, labels))}.csv"        # one for each setting: none is overwritten
     training.write_whole(path, lambda tmp: training.write_rows(tmp, rows, "w"))
     widths = {k: max(len(str(row[k])) for row in [*rows, {k: k}]) for k in rows[0]}
     shown = rows if len(rows) < 40 else rows[:: len(rows) // 20]        # an epoch's line for twenty of them is enough here

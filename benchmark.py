@@ -2,6 +2,8 @@
 
     python benchmark.py                                         WRN-28-2 at 32 pixels, 64 + 64 images a step
     python benchmark.py --arch wrn-10-1 --batch 16
+    python benchmark.py --folder my_pictures/ --image_size 64   and of batches from memory and from disk
+    python benchmark.py --calculate                             nothing measured: ImageNet on A100 and H100 GPUs
 """
 import resource
 import statistics
@@ -11,6 +13,7 @@ from functools import partial
 
 import torch
 from PIL import Image, ImageOps
+from torch.utils.flop_counter import FlopCounterMode
 from torchvision.transforms.v2 import functional as TF
 
 import data
@@ -32,8 +35,56 @@ def one_by_one(pictures):
     return torch.stack(out)
 
 
+# NVIDIA's data sheets: dense bfloat16 FLOP/s, memory, and what a GPU sends a second inside a DGX and between DGX's.
+GPUS = {"A100 80 GB": (312e12, 80e9, 300e9, 25e9), "H100 80 GB": (989e12, 80e9, 450e9, 50e9)}
+SHARE_OF_PEAK = 0.2                                             # ours: an assumption; convolutional networks of this kind reach 0.1 to 0.3
+
+
+def calculate_imagenet():
+    """A step of CRAE on ImageNet as in the paper, 256 + 256 images in four rotations, ResNet50v2, from FLOPs and parameters."""
+    copies, classes = 8 * 256, 1000
+    torch.manual_seed(0)
+    net = make_model("resnet50v2", classes, classes, rot_dim=16)
+    with FlopCounterMode(display=False) as counter:
+        net.eval()(torch.zeros(1, 3, 224, 224))
+    flops = 3 * counter.get_total_flops()                       # forward, and twice that backward
+    parameters = sum(p.numel() for p in net.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = training.kept_for_backward(net, lambda: net.train()(torch.zeros(2, 3, 224, 224))) / 2
+    for dim in 0, 16:
+        heads = [p.numel() for name, p in make_model("resnet50v2", classes, classes, dim).named_parameters() if name.startswith(("reduce", "rotation"))]
+        print(f"{classes} rotation heads, {f'features reduced to {dim}' if dim else 'no reduction'}: {sum(heads):,} parameters, "
+              f"{3 * 4 * sum(heads) / 2 ** 20:.1f} MiB with gradients and momentum; logits of a step {copies * 4 * classes * 4 / 2 ** 20:.1f} MiB")
+    print(f"a copy of an image: {flops / 1e9:.1f} GFLOP forward and backward, {kept / 2 ** 20:.0f} MiB kept for the gradients; "
+          f"{parameters:,} parameters\n\nCALCULATED, at {SHARE_OF_PEAK:.0%} of the peak:")
+    result = {}
+    for gpu, (peak, memory, inside, between) in GPUS.items():
+        for n in 1, 8, 64:
+            seconds = copies / n * flops / (SHARE_OF_PEAK * peak)
+            traffic = 2 * (n - 1) / n * 4 * parameters          # a ring's all-reduce of float32 gradients, sent by each GPU
+            wait = traffic / (inside if n <= 8 else between)
+            need = 4 * 4 * parameters + copies / n * kept       # weights, average, gradients, momentum
+            parts = next(k for k in (2 ** i for i in range(12)) if 4 * 4 * parameters + copies / n / k * kept < 0.9 * memory)
+            result[gpu, n] = 512 / (seconds + wait)
+            print(f"{n:>3} x {gpu}: {1000 * seconds:7.1f} ms computing + {1000 * wait:4.1f} ms sending {traffic / 1e6:5.1f} MB a GPU (not overlapped), "
+                  f"{512 / (seconds + wait):8,.0f} images/s, {need / 1e9:6.1f} GB a GPU" + (f": --accumulate {parts}" if parts > 1 else ""))
+    return result
+
+
+def from_folder(folder, image_size, batch, device):
+    """A function that fetches a batch, for pictures in memory and for pictures on disk, and how many batches are ready at once."""
+    parts = {}
+    for name, reading in {"a batch from memory": dict(stream=False), "a batch from disk, whole pictures": dict(stream=True),
+                          "a batch from disk, random pieces": dict(stream=True, crop="resized", flip=True)}.items():
+        images, labels, index, _ = data.load(folder, "nowhere", image_size, skip_broken=True, **reading)
+        images = images.to(device) if isinstance(images, torch.Tensor) else images
+        index = dict(labeled=torch.as_tensor(index["train"]), unlabeled=torch.as_tensor(index["train"]))
+        parts[name] = partial(next, data.training_batches(images, labels.to(device), index, batch, 1, range(10 ** 6), 0, 0, 1, 1))
+    return parts
+
+
 def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, batch: int = 64, repeats: int = 5,
-              device: str | None = None) -> dict:
+              device: str | None = None, folder: str | None = None, calculate: bool = False) -> dict:
     """Flags:
 
     --arch          wrn-<depth>-<width> or resnet50v2
@@ -42,8 +93,12 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
     --batch         labelled images in a step, and as many unlabelled ones
     --repeats       each part is measured so often, and the median is shown
     --device        cpu, cuda, cuda:1; without it cuda where there is one
+    --folder        a folder of pictures (train/<class>/*): also measure its batches from memory and from disk
+    --calculate     measure nothing, but calculate ImageNet's images per second, memory and traffic for GPUs
     --help          this text
     """
+    if calculate:
+        return calculate_imagenet()
     check_arch(arch)
     for name, value, least in ("classes", classes, 2), ("image_size", image_size, 8), ("batch", batch, 1), (
             "repeats", repeats, 1):
@@ -79,9 +134,12 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
     }
     print(f"{arch}, {image_size} pixels, {batch} + {batch} images a step, {device}, {torch.get_num_threads()} threads, "
           f"torch {torch.__version__}")
+    if folder:
+        parts |= from_folder(folder, image_size, batch, device)
     result = {}
     for name, part in parts.items():
-        part()                                                  # warm-up
+        for _ in range(16 if "disk" in name else 1):            # warm-up; from disk some batches are read ahead of time
+            part()
         times = []
         for _ in range(repeats):
             wait()

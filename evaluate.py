@@ -17,7 +17,6 @@ from typing import Literal
 import matplotlib
 import numpy as np
 import torch
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 import data
@@ -36,8 +35,8 @@ def evaluate(what: Literal["test", "predict", "export"], run: str, *images: str,
         test            test error, error by class, confusion matrix (confusion.csv, confusion.png), calibration, and with
                         more than ten classes the top-5 error; into RUN/evaluation/
         predict         the class of each picture: files, or folders with all pictures in them; to predictions.csv with
-                        file, class, probability, error. A file that cannot be read has an error there, and the command
-                        then ends with exit code 1
+                        file, class, probability, error. A file that cannot be read, or a link in a folder that leads
+                        out of it, has an error there, and the command then ends with exit code 1
         export          RUN/model.pt2: torch.export.load(...).module() takes uint8 RGB images (N, 3, S, S), any N, and gives
                         logits (N, C); the names of the classes are its extra file classes.json
 
@@ -76,9 +75,12 @@ def load_model(run):
         saved = torch.load(path, map_location="cpu", weights_only=True)        # no code in it is run
         net = make_model(saved["arch"], len(saved["classes"]), rot_heads=0, aux=False)
         net.load_state_dict(saved["state"])
-        saved["image_size"], saved["classes"]
+        saved["image_size"], saved["classes"], saved["crop"]
+        first_stage = saved["method"] == "rotation"
     except Exception as error:                                  # whatever a damaged or foreign file makes torch raise
         sys.exit(f"RUN {run}: its model.pt cannot be read ({' '.join(str(error).split())[:100]})")
+    if first_stage:
+        sys.exit(f"RUN {run}: is the first stage of fine_tune, whose classifier was never trained; the run is {run.parent}")
     return net.eval(), saved
 
 
@@ -94,20 +96,18 @@ def probabilities(net, x, device):
 def test(net, saved, run, data_dir, batch, device):
     try:
         config = json.loads((run / "config.json").read_text())
-        source = config["dataset"], data_dir or config["data_dir"], config["image_size"], config.get("skip_broken", False)
+        config |= dict(device=device, data_dir=data_dir or config["data_dir"])
         with np.load(run / "split.npz", allow_pickle=False) as split:
-            index, total = torch.as_tensor(split["test"]), sum(len(split[part]) for part in split.files)
+            index, total = torch.as_tensor(split["test"]), int(split["images"])
         out = run / "evaluation"
         out.mkdir(exist_ok=True)
     except Exception as error:                                  # a file that is missing, damaged or foreign
         sys.exit(f"RUN {run}: its config.json or split.npz cannot be used, or evaluation/ not be made ({error})")
-    images, labels, _, classes = data.load(*source)
+    images, labels, _, classes = training.load_images(config)
     if classes != saved["classes"] or total != len(labels):
         sys.exit(f"RUN {run}: its dataset {config['dataset']} has other images or classes now")
-    if not len(index):
-        sys.exit(f"RUN {run}: has no test images; it is a first stage")
-    chunks = tqdm(index.split(batch), "testing", disable=None, leave=False)
-    p, y = torch.cat([probabilities(net, images[i], device) for i in chunks]), labels[index]
+    pieces = tqdm(data.in_pieces(images, index, batch, device), "testing", -(-len(index) // batch), disable=None, leave=False)
+    p, y = torch.cat([probabilities(net, x, device) for x, _ in pieces]), labels[index]
     scores = score(p, y)
     matrix = confusion(p.argmax(1), y, len(classes))
     by_class = [{"class": name, "images": int(row.sum()), "error": f"{100 * (1 - row[i] / row.sum()):.2f}" if row.sum() else ""}
@@ -182,18 +182,18 @@ def find_images(arguments):
         if not argument.is_dir():
             found.append((argument, None))
             continue
-        inside = sorted(p for p in argument.rglob("*") if p.suffix.lower() in IMG_EXTENSIONS and not p.is_dir())
+        inside = sorted(p for p in argument.rglob("*") if p.suffix.lower() in data.ENDINGS and not p.is_dir())
         root = argument.resolve()
         found += [(p, None if p.resolve().is_relative_to(root) else "a link that leaves the folder") for p in inside]
         if not inside:
-            found.append((argument, f"no pictures in it; their names end in {', '.join(IMG_EXTENSIONS)}"))
+            found.append((argument, f"no pictures in it; their names end in {', '.join(data.ENDINGS)}"))
     return found
 
 
-def read(item, image_size):
+def read(item, image_size, crop):
     file, problem = item
     try:
-        return (None, problem) if problem else (data.decode(file, image_size), None)
+        return (None, problem) if problem else (data.decode(file, image_size, crop), None)
     except Exception as error:                                  # PIL raises many things for bad files
         return None, " ".join(str(error).split()) or type(error).__name__
 
@@ -208,7 +208,7 @@ def predict(net, saved, arguments, out, batch, device):
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(["file", "class", "probability", "error"])
             for k in range(0, len(files), batch):
-                read_images = list(pool.map(partial(read, image_size=saved["image_size"]), files[k:k + batch]))
+                read_images = list(pool.map(partial(read, image_size=saved["image_size"], crop=saved["crop"]), files[k:k + batch]))
                 good = [image for image, _ in read_images if image is not None]
                 p = probabilities(net, torch.as_tensor(np.stack(good)).permute(0, 3, 1, 2), device) if good else torch.zeros(0, 1)
                 answers = iter(zip(*(v.tolist() for v in p.max(1))))

@@ -27,7 +27,7 @@ TABLES = {
     "sota": ("SOTA SemSL", dict(
         labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup", vat="VAT",
         mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA", fixmatch="FixMatch (not in the paper)",
-        crae_plus="CRAE+")),
+        crae="CRAE", crae_plus="CRAE+")),
     "components": ("Components", dict(
         crae="CRAE", crae_ext1="CRAE + ext. 1", crae_plus="CRAE + ext. 1 and 2 (CRAE+)", no_rotation="CRAE without rotation branches",
         no_rotation_ext1="the same + ext. 1", crae_ext2="CRAE + ext. 2 (not in the paper)",
@@ -48,9 +48,10 @@ METHODS = {method: name.removesuffix(" (not in the paper)") for _, rows in TABLE
 
 def read_runs(folder):
     """All runs under a folder, and a line on everything in it that was passed over."""
+    folder = Path(folder)
     runs, passed_over, found = [], [], set()
-    for path in sorted(Path(folder).rglob("config.json")):
-        found.add(path.parent.relative_to(folder).parts[:1])
+    for path in sorted(folder.rglob("config.json")):
+        found.add(path.parent)
         try:
             run = read_run(path.parent)
         except Exception as error:                              # whatever a foreign or damaged file leads to
@@ -70,8 +71,9 @@ def read_runs(folder):
             runs.remove(twin)
             passed_over.append(f"{twin['path']}: the same experiment as {path.parent}, which is counted")
         runs.append(run)
-    for path in sorted(Path(folder).iterdir()):
-        if (path.name,) not in found and path.name not in ("_ablations", ".lock"):              # ablations.py's
+    above = {parent for path in found for parent in path.parents if parent == folder or folder in parent.parents} - found | {folder}
+    for path in sorted(path for parent in above for path in parent.iterdir()):
+        if path not in found | above and path.name not in ("_ablations", ".lock"):              # ablations.py's
             passed_over.append(f"{path}: no run")
     return runs, passed_over
 
@@ -86,12 +88,18 @@ def read_run(path):
     if finished and not errors and config["method"] != "rotation" or int(config["epoch"]) < 1:
         raise ValueError("no test error, or an epoch of no steps")
     return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]), seed=int(config["seed"]),
-                labels=int(config["labels"]) if config["labels"] else "all", rot_dim=config["rot_dim"] and int(config["rot_dim"]),
-                changed={k: v for k, v in config["changed"].items() if k != "rot_dim"}, heads=int(heads), steps=steps,
+                labels=labels_of(config["labels"]), rot_dim=config["rot_dim"] and int(config["rot_dim"]),
+                own_dim="rot_dim" not in config["changed"], changed={k: v for k, v in config["changed"].items() if k != "rot_dim"}, heads=int(heads), steps=steps,
                 step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]), finished=finished,
                 parameters=int(config["resolved"]["parameters"]), errors=errors, unlabeled=unlabeled,
-                error=statistics.median([e for _, e in errors][-training.MEDIAN_OF:]) if errors else None,
+                error=statistics.median([e for _, e in errors][-training.rows_that_count(config):]) if errors else None,
+                top5=float(rows[-1]["test_top5_error"]) if rows and rows[-1].get("test_top5_error") else None,
                 matrices=read_diversity(path / "diversity.csv"))
+
+
+def labels_of(value):
+    """250, '10%', or 'all' where no number was drawn."""
+    return str(value) if str(value).endswith("%") else int(value) if value else "all"
 
 
 def read_diversity(path):
@@ -144,7 +152,7 @@ def mean_std(errors):
 def is_of(run, method):
     """Whether a run belongs in a method's row; independent with ten classes, and so ten heads, is independent_10 as well."""
     own_number = run["method"] == "independent" and method == f"independent_{run['heads']}"
-    return (run["method"] == method or own_number) and run["rot_dim"] is None
+    return (run["method"] == method or own_number) and run["own_dim"]
 
 
 def errors_of(runs, method, labels):
@@ -156,8 +164,10 @@ def errors_of(runs, method, labels):
 def table(name, title, rows, dataset, runs, with_paper):
     """The lines of one table in Markdown, and which of the paper's cells are missing; no lines if it has nothing to show."""
     paper = {(r["labels"], r["method"]): r for r in paper_numbers()
-             if with_paper and r["table"] == name and r["dataset"] == dataset and r["metric"] == "error"}
-    ours = {str(r["labels"]) for r in runs if any(is_of(r, method) for method in rows)}
+             if with_paper and r["dataset"] == dataset and r["metric"] == "error"
+             and (r["table"] == name or (name, r["table"], r["method"]) == ("sota", "slfsl", "crae"))}          # in both of its tables
+    own = [method for method in rows if (name, method) != ("sota", "crae")]     # which alone makes no comparison with others
+    ours = {str(r["labels"]) for r in runs if any(is_of(r, method) for method in own)}
     columns = sorted({k for k, _ in paper} | ours, key=number)
     cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
     rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)} if paper else rows
@@ -180,18 +190,27 @@ def table(name, title, rows, dataset, runs, with_paper):
     return lines, missing
 
 
-def imagenet_table():
-    """ILSVRC-2012: accuracies, the paper's alone until there are runs."""
+def imagenet_table(runs):
+    """ILSVRC-2012: top-1 and top-5 accuracies of the runs with the preset's values, beside the paper's; and what is missing."""
     numbers = [r for r in paper_numbers() if r["dataset"] == "imagenet" and r["table"] == "slfsl"]
     columns = [(k, m) for k in ("1%", "10%") for m in ("top1_accuracy", "top5_accuracy")]
     names = [f"{k} labels, {m.replace('_accuracy', '').replace('top', 'top-')}" for k, m in columns]
     lines = ["| SlfSL based SemSL, ILSVRC-2012, accuracy | " + " | ".join(f"{n} | paper" for n in names) + " |",
              "|---" * (2 * len(columns) + 1) + "|"]
+    missing = []
     for method, label in TABLES["slfsl"][1].items():
-        values = {(r["labels"], r["metric"]): r["value"] for r in numbers if r["method"] == method}
-        if values:
-            lines.append(f"| {label} | " + " | ".join(f" | {float(values[c]):.2f}" for c in columns) + " |")
-    return lines
+        theirs = {(r["labels"], r["metric"]): f"{float(r['value']):.2f}" for r in numbers if r["method"] == method}
+        done = [r for r in runs if is_of(r, method) and r["finished"] and r["top5"] is not None]
+        cells = {(k, m): mean_std([100 - (r["top5"] if m == "top5_accuracy" else r["error"]) for r in done if r["labels"] == k])
+                 for k, m in columns}
+        if theirs or done:
+            lines.append(f"| {label} | " + " | ".join(f"{cells[c]} | {theirs.get(c, '')}" for c in columns) + " |")
+            missing += [("imagenet", k, label) for k in ("1%", "10%") if not cells[k, "top1_accuracy"]]
+    quoted = {(r["method"], r["labels"], r["metric"]): f"{float(r['value']):.2f} [s4l]" for r in paper_numbers()
+              if r["table"] == "slfsl_reported"}                # another preprocessing: not to be held against the others
+    lines += [f"| {label}, as S4L reports it | " + " | ".join(f" | {quoted.get((method, *c), '')}" for c in columns) + " |"
+              for method, label in TABLES["slfsl"][1].items() if any(m == method for m, *_ in quoted)]
+    return lines, missing
 
 
 def rotation_dim_rows(runs, labels):
@@ -229,24 +248,27 @@ def colour_of(method):
 
 def draw_error_against_labels(runs, dataset, with_paper, path):
     """Ours with error bars, the paper's dashed in the same colour; False, and no picture, if there is nothing to show."""
-    runs = [r for r in runs if r["finished"] and r["labels"] != "all" and r["rot_dim"] is None]
+    runs = [r for r in runs if r["finished"] and isinstance(r["labels"], int) and r["own_dim"]]
     if not runs:
         return False
-    methods, counts = names_of(runs), {r["labels"] for r in runs}
+    theirs = {}                                                 # the paper's own run stands before a number that it quotes
+    for row in paper_numbers():
+        if with_paper and (row["dataset"], row["metric"]) == (dataset, "error") and row["table"] in ("slfsl", "sota"):
+            theirs.setdefault(row["method"], {}).setdefault(int(row["labels"]), float(row["value"]))
+    methods = {m: METHODS.get(m, m) for m in [*METHODS, *sorted({r["method"] for r in runs} - set(METHODS))]
+               if m in theirs or any(r["method"] == m for r in runs)}
+    counts = {n for points in theirs.values() for n in points} | {r["labels"] for r in runs}
     figure, axes = plt.subplots(figsize=(7.5, max(4.5, 0.6 + 0.19 * len(methods))), layout="constrained")      # room for the names
     for k, (method, name) in enumerate(methods.items()):
         points = [(n, errors_of(runs, method, n)) for n in sorted({r["labels"] for r in runs if r["method"] == method})]
         aside = 1 + 0.15 * ((k + 0.5) / len(methods) - 0.5)     # so that bars do not cover each other
-        axes.errorbar([n * aside for n, _ in points], [statistics.mean(e) for _, e in points],
-                      [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=name, capsize=3,
-                      color=colour_of(method), marker="osv^D"[k % 5])
-        theirs = {}
-        for row in paper_numbers():                             # its own run stands before a number that it quotes
-            if with_paper and (row["dataset"], row["method"], row["metric"]) == (dataset, method, "error"):
-                theirs.setdefault(int(row["labels"]), float(row["value"]))
-        if theirs:
-            axes.plot(*zip(*sorted(theirs.items())), linestyle="--", alpha=0.7, color=colour_of(method))
-            counts |= set(theirs)
+        if points:
+            axes.errorbar([n * aside for n, _ in points], [statistics.mean(e) for _, e in points],
+                          [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=name, capsize=3,
+                          color=colour_of(method), marker="osv^D"[k % 5])
+        if method in theirs:
+            axes.plot(*zip(*sorted(theirs[method].items())), linestyle="--", alpha=0.7, color=colour_of(method), marker="" if points else ".",
+                      label=None if points else f"{name} (paper)")
     if with_paper:
         axes.plot([], [], linestyle="--", color="grey", label="the paper's")
     if len(counts) > 1:
@@ -361,7 +383,6 @@ def report(runs: str, out: str = "report") -> str:
     try:
         out.mkdir(parents=True, exist_ok=True)
         lines, missing = write_sections(found, out)
-        missing += [("imagenet", k, name) for k in ("1%", "10%") for m, name in TABLES["slfsl"][1].items() if m != "fine_tune"]
         unfinished = [r for r in found if not r["finished"]]
         text = ["# Report", "", f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished. Test errors in "
                 "percent: the median of a run's last 20 evaluations, mean ± standard deviation over seeds (number of seeds). "
@@ -389,25 +410,30 @@ def section(title, items):
 
 def write_sections(found, out):
     """The report's lines, dataset by dataset and setting by setting, with the pictures; and the paper's missing cells."""
-    lines, missing = [], []
+    lines, missing, taken = [], [], set()
     datasets = list(dict.fromkeys([*(r["dataset"] for r in paper_numbers()), *(r["dataset"] for r in found)]))
     for dataset in datasets:
-        if dataset == "imagenet":
-            lines += ["## imagenet", "", *imagenet_table(), ""]
-            continue
         of_dataset = [r for r in found if r["dataset"] == dataset]
+        if dataset == "imagenet":
+            rows, missing_here = imagenet_table([r for r in of_dataset if not setting_of(r)])
+            lines, missing = [*lines, "## imagenet, accuracies", "", *rows, ""], missing + missing_here
         settings = list(dict.fromkeys(["", *map(setting_of, of_dataset)]))
+        stem = file_name(dataset)
+        while stem in taken:                                    # another dataset whose path ends in the same name
+            stem += "_"
+        taken.add(stem)
         for k, setting in enumerate(settings):
             runs = [r for r in of_dataset if setting_of(r) == setting]
-            with_paper = setting == "" and any(r["dataset"] == dataset for r in paper_numbers())
+            with_paper = setting == "" and any((r["dataset"], r["metric"]) == (dataset, "error") for r in paper_numbers())
             if runs or with_paper:
                 lines += [f"## {dataset}" + (f", with {setting} (not the preset's, so no number of the paper)" if setting else ""), ""]
                 others = sorted({r["method"] for r in runs} - {m for _, rows in TABLES.values() for m in rows})
-                for name, (title, rows) in (TABLES | {"": ("Others", {m: m for m in others})}).items():
+                tables = TABLES | {"": ("Others", {m: m for m in others})}
+                for name, (title, rows) in ({} if dataset == "imagenet" and not setting else tables).items():  # it has a table of its own
                     rows, absent = table(name, title, rows, dataset, runs, with_paper)
                     lines += [*rows, ""] if rows else []
                     missing += absent
-                lines += write_figures(runs, dataset, file_name(dataset) + (f"_setting{k}" if k else ""), with_paper, out)
+                lines += write_figures(runs, dataset, stem + (f"_setting{k}" if k else ""), with_paper, out)
     return lines, list(dict.fromkeys(missing))
 
 
@@ -422,7 +448,7 @@ def write_figures(runs, dataset, stem, with_paper, out):
     if draw_error_against_labels(runs, dataset, with_paper, out / f"{stem}_labels.png"):
         picture(f"{stem}_labels.png", "error against labels")
     for labels in sorted({r["labels"] for r in runs}, key=number):
-        some = [r for r in runs if r["labels"] == labels and r["rot_dim"] is None]
+        some = [r for r in runs if r["labels"] == labels and r["own_dim"]]
         title = f"{dataset}, {labels} labels"
         if any(r["errors"] for r in some):
             draw_curves([r for r in some if r["errors"]], f"{title} (number of seeds)", picture(f"{stem}_{labels}_curves.png", f"error curves, {title}"))

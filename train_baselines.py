@@ -8,6 +8,7 @@ import math
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 
 import training
-from data import blend, mixup_share, rotated_batch, scale, strong_augment
+from data import beside, blend, everyones, mine, mixup_share, rotated_batch, scale, strong_augment, whole
 from losses import entropy, sharpen, soft_cross_entropy
 from models import frozen_bn, make_model
 
@@ -34,14 +35,14 @@ CIFAR10 = dict(
     labeled_only={},
     fine_tune={},
     s4l=dict(weight=1.0),                                       # S4L: w = 1
-    pi_model=dict(weight=20.0),
+    pi_model=dict(weight=20.0, weight_decay=0.02),
     pseudo_label=dict(weight=1.0, threshold=0.95),
     mixup=dict(weight=1.0, beta=0.75),
-    vat=dict(weight=0.3, epsilon=6.0, entropy_weight=0.06),
+    vat=dict(weight=0.3, epsilon=6.0, entropy_weight=0.06, weight_decay=0.02),
     mean_teacher=dict(weight=50.0, weight_decay=0.2),
     mixmatch=dict(weight=75.0, beta=0.75, temperature=0.5),
     ict=dict(weight=1000.0, beta=0.75),
-    swa=dict(weight=20.0, ema=None),                            # ours: the Pi-Model's weight; its average is not an EMA
+    swa=dict(weight=20.0, weight_decay=0.02, ema=None),         # ours: the Pi-Model's weight; its average is not an EMA
     fixmatch=dict(weight=1.0, threshold=0.95, lr=0.03, weight_decay=5e-4),      # FixMatch
 )
 CIFAR100 = CIFAR10 | dict(
@@ -52,7 +53,6 @@ SVHN = CIFAR10 | dict(                                          # the MixMatch c
     pi_model=dict(weight=5.0, weight_decay=0.2),
     pseudo_label=dict(weight=2.0, threshold=0.95),
     mixup=dict(weight=1.0, beta=0.25),
-    vat=dict(CIFAR10["vat"], weight_decay=0.02),
     mean_teacher=dict(weight=150.0, weight_decay=0.02),
     mixmatch=dict(CIFAR10["mixmatch"], weight=250.0),
     ict=dict(weight=20.0, beta=0.5),
@@ -135,9 +135,14 @@ def ict(model, x_l, y_l, x_u, *, augment, gen, step, ema, weight, ramp, beta, **
     with torch.no_grad(), frozen_bn(ema):
         q = predict(ema, x).softmax(-1)                         # (B, C)
     with frozen_bn(model):
-        p = predict(model, blend(share, x, x.flip(0))).softmax(-1)
-    terms["consistency"] = weight * ramp_up(step, ramp) * F.mse_loss(p, blend(share, q, q.flip(0)))
+        p = predict(model, blend(share, x, reversed_batch(x))).softmax(-1)
+    terms["consistency"] = weight * ramp_up(step, ramp) * F.mse_loss(p, blend(share, q, reversed_batch(q)))
     return terms
+
+
+def reversed_batch(x):
+    """Whom an image is mixed with in mixup and ICT: the batch from its end. MixMatch."""
+    return beside(x, torch.arange(everyones(len(x)), device=x.device).flip(0))
 
 
 XI = 0.1    # ours; VAT: 1e-6, a difference over which is rounding noise in float32. Cosine of the direction with that of
@@ -165,13 +170,16 @@ def worst_direction(model, x, epsilon, gen):
     with frozen_bn(model), torch.autocast(x.device.type, enabled=False):        # a small difference is lost in bfloat16
         with torch.no_grad():
             logits = predict(model, x)
-        d = (XI * unit(torch.randn(x.shape, generator=gen, device=x.device))).requires_grad_()
+        d = mine(torch.randn(whole(len(x)), *x.shape[1:], generator=gen, device=x.device))
+        d = (XI * unit(d)).requires_grad_()
         gradient, = torch.autograd.grad(kl(logits, predict(model, x + d)), d)   # into d alone, not into the weights
     return epsilon * unit(gradient)
 
 
 def unit(d):
-    return F.normalize(d.flatten(1), eps=1e-30).view_as(d)
+    """Each image's d with norm 1. Of sure predictions it is so small that its square would be 0 in float32: hence ldexp."""
+    _, exponent = d.flatten(1).abs().amax(1).frexp()
+    return F.normalize(torch.ldexp(d.flatten(1), -exponent.clamp_min(-126)[:, None])).view_as(d)
 
 
 def kl(p_logits, q_logits):
@@ -200,17 +208,17 @@ def mixup(model, x_l, y_l, x_u, *, augment, gen, weight, beta, **_):
         q = predict(model, x_u).softmax(-1)                     # (B, C)
     y = F.one_hot(y_l, q.shape[1]).float()
     share_l, share_u = mixup_share(len(x_l), beta, gen), mixup_share(len(x_u), beta, gen)
-    logits_l = predict(model, blend(share_l, x_l, x_l.flip(0)))
+    logits_l = predict(model, blend(share_l, x_l, reversed_batch(x_l)))
     with frozen_bn(model):
-        logits_u = predict(model, blend(share_u, x_u, x_u.flip(0)))
-    return {"class": soft_cross_entropy(logits_l, blend(share_l, y, y.flip(0))),
-            "mixup": weight * soft_cross_entropy(logits_u, blend(share_u, q, q.flip(0)))}
+        logits_u = predict(model, blend(share_u, x_u, reversed_batch(x_u)))
+    return {"class": soft_cross_entropy(logits_l, blend(share_l, y, reversed_batch(y))),
+            "mixup": weight * soft_cross_entropy(logits_u, blend(share_u, q, reversed_batch(q)))}
 
 
 def mixmatch(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, beta, temperature, **_):
     """MixMatch (Berthelot et al. 2019): sharpened guesses, then mixup of labelled and unlabelled images alike."""
     x_l, views = scale(augment(x_l)), [scale(augment(x_u)) for _ in range(2)]
-    x, p = mixed_batch(x_l, y_l, views, guess(model, views, temperature), mixup_share(3 * len(x_l), beta, gen), gen)
+    x, p = mixed_batch(x_l, y_l, views, guess(model, views, temperature), mixup_share(3 * len(x_l), beta, gen, sets=3), gen)
     first, *others = interleave(x.split(len(x_l)))              # each of B images, labelled and unlabelled ones
     logits = [predict(model, first)]
     with frozen_bn(model):
@@ -231,8 +239,8 @@ def mixed_batch(x_l, y_l, views, q, share, gen):
     """Labelled images, then all views of the unlabelled ones, each mixed with a random other of all of them."""
     x = torch.cat([x_l, *views])                                # (3B, 3, H, W)
     p = torch.cat([F.one_hot(y_l, q.shape[1]).float(), *[q] * len(views)])      # (3B, C)
-    partner = torch.randperm(len(x), generator=gen, device=x.device)
-    return blend(share, x, x[partner]), blend(share, p, p[partner])
+    partner = torch.randperm(everyones(len(x)), generator=gen, device=x.device)
+    return blend(share, x, beside(x, partner, 3)), blend(share, p, beside(p, partner, 3))
 
 
 def interleave(batches):
@@ -252,14 +260,6 @@ def fixmatch(model, x_l, y_l, x_u, *, augment, gen, weight, threshold, **_):
     p, label = logits_w.detach().softmax(-1).max(-1)            # (mu B,)
     losses = F.cross_entropy(logits_s, label, reduction="none") * (p >= threshold)
     return {"class": F.cross_entropy(logits_l, y_l), "pseudo": weight * losses.mean()}
-
-
-def sgd(net, lr, weight_decay):
-    """FixMatch: SGD with Nesterov momentum 0.9 and L2 on conv and dense kernels only."""
-    kernels = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim <= 1]
-    return torch.optim.SGD([dict(params=kernels, weight_decay=weight_decay), dict(params=others)], lr=lr, momentum=0.9,
-                           nesterov=True)
 
 
 def cosine_7_16(progress):
@@ -297,13 +297,17 @@ OBJECTIVES = dict(labeled_only=labeled_only, fine_tune=labeled_only, s4l=s4l, pi
                   mixup=mixup, vat=vat, mean_teacher=mean_teacher, mixmatch=mixmatch, ict=ict, swa=pi_model,
                   fixmatch=fixmatch)
 
+SEVERAL_VIEWS = "pi_model", "mean_teacher", "mixmatch", "swa", "fixmatch"       # of an unlabelled image in one step
 
-def train(method: str | None = None, dataset: str = "digits", labels: int | None = None, weight: float | None = None,
+
+def train(method: str | None = None, dataset: str = "digits", labels: int | str | None = None, labels_file: str | None = None, weight: float | None = None,
           pretrained: str | None = None, cycles: bool = True, arch: str | None = None, steps: int | None = None,
           batch: int | None = None, lr: float | None = None, weight_decay: float | None = None, flip: bool | None = None,
           image_size: int | None = None, seed: int = 0, data_dir: str = "data", out: str | None = None,
           device: str | None = None, deterministic: bool = False,
           save_minutes: float = 10.0,                           # ours
+          accumulate: int = 1, precision: Literal["bf16", "fp32"] | None = None, compile: bool = False, sync_bn: bool = False,
+          crop: Literal["pad", "resized"] | None = None, stream: bool | None = None, workers: int | None = None,
           skip_broken: bool = False, resume: bool = False) -> dict:
     """Flags, each as --name value or --name=value; a true-or-false flag also as --name or --noname.
     What is not given comes from the method's constants in this file and the dataset's preset in presets.py.
@@ -323,16 +327,19 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
         fixmatch        FixMatch: weak and strong augmentation (Sohn et al. 2020, arXiv 2001.07685)
                     CRAE, its ensembles, and CRAE with entropy minimisation (--entmin) are train_crae.py
     --dataset       digits (embedded; the default), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
+                    imagenet (ILSVRC-2012: --data_dir holds train/<wnid>/* and val/<wnid>/*, or its archives),
                     a file my.npz (train_images, train_labels, test_images, test_labels, and where you have them
                     unlabeled_images, val_images, val_labels) or
                     a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)
-    --labels        number of labelled images to draw from train; own data without it: all of train is labelled
+    --labels        number of labelled images to draw from train, or a share of it as in 10%; own data without it: all of
+                    train is labelled. imagenet: 1% and 10% are the paper's 13,762 and 128,866 images
+    --labels_file   a list of the labelled pictures instead, a file name a line (such as S4L's and SimCLR's lists)
     --weight        weight of the unlabelled term (of the rotation loss for s4l)
     --pretrained    fine_tune: the folder of another fine_tune run, or its pretrain/model.pt; its first stage is used
     --cycles        swa: cyclic learning rate; on, --nocycles for a constant one
     --arch          wrn-<depth>-<width>, for instance wrn-28-2, or resnet50v2
     --steps         training steps; fine_tune: of each of its two stages
-    --batch         labelled images in a step, and as many unlabelled ones (fixmatch: seven times as many)
+    --batch         labelled images in a step, of all processes together, and as many unlabelled ones (fixmatch: seven times as many)
     --lr            learning rate
     --weight_decay  decoupled weight decay (fixmatch: L2), on kernels only
     --flip          random horizontal flips
@@ -343,6 +350,13 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
     --device        cpu, cuda, cuda:1; without it cuda where there is one
     --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
     --save_minutes  save at least so often, besides at every evaluation
+    --accumulate    send a batch through the network in so many parts, and add up their gradients: for a small memory
+    --precision     bf16 (the default on GPUs) or fp32 (on CPUs)
+    --compile       torch.compile for the network: faster steps after a minute of compiling
+    --sync_bn       BN statistics over the GPUs of all processes (torchrun) instead of each one's own
+    --crop          pad: reflect-pad and crop, as MixMatch; resized: random pieces of the full pictures, as S4L (imagenet's)
+    --stream        read pictures of a folder from disk in every step; without it if they do not fit into memory
+    --workers       processes that read pictures from disk; without it one a core
     --skip_broken   go on without pictures that cannot be read, and say how many
     --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
     --help          this text
@@ -362,6 +376,9 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
     if not cycles and method != "swa":
         sys.exit("--nocycles: only --method swa has cycles")
     config = training.resolve(train, flags, method, unnamed=("method",), constants=constants)
+    if config["crop"] == "resized" and method in SEVERAL_VIEWS:
+        sys.exit(f"--method {method}: needs several views of an image, and --crop resized makes one where the picture is read; "
+                 f"{', '.join(m for m in OBJECTIVES if m not in SEVERAL_VIEWS)} can be used")
     steps = config["steps"]
     row = training.check_folder(config, longer=method in ("labeled_only", "s4l", "mixup"))     # no value depends on steps
     if row:
@@ -378,7 +395,7 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | None
     objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps), **own)
     schedule = cyclic if cycles else training.constant
     loop = dict(labeled_only=dict(mu=0), fine_tune=dict(mu=0),  # what differs from CRAE's loop
-                fixmatch=dict(mu=MU, optimizer=sgd, schedule=cosine_7_16),
+                fixmatch=dict(mu=MU, optimizer=partial(training.make_sgd, nesterov=True), schedule=cosine_7_16),
                 swa=dict(average=partial(fast_swa, steps=steps), refresh_bn=recompute_bn, schedule=schedule))
     return training.fit(net, objective, images, labels, split, classes, config, **loop.get(method, {}))
 
@@ -392,6 +409,7 @@ def stage_one(net, images, labels, split, classes, config):
         parts = dict(labeled=everything, unlabeled=everything, validation=everything[:0], test=everything[:0])
         rotation_net = make_model(config["arch"], len(classes), 1, config["rot_dim"], aux=False,
                                   bn_momentum=config["bn_momentum"])
+        rotation_net.classifier.requires_grad_(False)           # no part of this stage
         training.fit(rotation_net, rotation, images, torch.full_like(labels, -1), parts, classes, stage)
     return find_pretrained(stage["out"], f"--out {config['out']}: its first stage", config)
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import training
-from data import mix, rotated_batch
+from data import mine, mix, rotated_batch, whole
 from losses import (entropy, independent_rotation_loss, labeled_rotation_loss, log_p_z, sharpen,
                     soft_cross_entropy, unlabeled_rotation_loss)
 from models import frozen_bn, make_model
@@ -75,7 +75,7 @@ def rotation_loss(class_logits, rot_logits, y_l, z, select, gen):
         return independent_rotation_loss(rot_logits, z).mean()
     if select == "random":
         N, K, _ = rot_logits.shape
-        k = torch.randint(K, (N,), generator=gen, device=z.device)
+        k = mine(torch.randint(K, (whole(N),), generator=gen, device=z.device), sets=8)
         return labeled_rotation_loss(rot_logits, k, z).mean()   # the loss of head k
     n = len(y_l)
     logits_u = class_logits[n:].detach() if select == "detach" else class_logits[n:]
@@ -91,7 +91,7 @@ def mean_p_z(class_logits, rot_logits):
 # ---------------------------------------------------------------- the experiment
 
 
-def train(dataset: str = "digits", labels: int | None = None, plus: bool = False, ext1: bool = False,
+def train(dataset: str = "digits", labels: int | str | None = None, labels_file: str | None = None, plus: bool = False, ext1: bool = False,
           ext2: bool = False, entmin: bool = False, select: Literal["marginal", "random", "independent", "detach"] = "marginal",
           heads: int | None = None, aux: bool = True, rot_dim: int | None = None, arch: str | None = None,
           steps: int | None = None, batch: int | None = None, lr: float | None = None,
@@ -100,15 +100,20 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
           flip: bool | None = None, image_size: int | None = None, seed: int = 0, data_dir: str = "data",
           out: str | None = None, device: str | None = None, deterministic: bool = False,
           save_minutes: float = 10.0,                           # ours
+          accumulate: int = 1, precision: Literal["bf16", "fp32"] | None = None, compile: bool = False, sync_bn: bool = False,
+          crop: Literal["pad", "resized"] | None = None, stream: bool | None = None, workers: int | None = None,
           skip_broken: bool = False, resume: bool = False) -> dict:
     """Flags, each as --name value or --name=value; a true-or-false flag also as --name or --noname.
     What is not given comes from the dataset's preset in presets.py, the paper's table.
 
     --dataset       digits (embedded; the default), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
+                    imagenet (ILSVRC-2012: --data_dir holds train/<wnid>/* and val/<wnid>/*, or its archives),
                     a file my.npz (train_images, train_labels, test_images, test_labels, and where you have them
                     unlabeled_images, val_images, val_labels) or
                     a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)
-    --labels        number of labelled images to draw from train; own data without it: all of train is labelled
+    --labels        number of labelled images to draw from train, or a share of it as in 10%; own data without it: all of
+                    train is labelled. imagenet: 1% and 10% are the paper's 13,762 and 128,866 images
+    --labels_file   a list of the labelled pictures instead, a file name a line (such as S4L's and SimCLR's lists)
     --plus          CRAE+: both extensions
     --ext1          extension 1 alone: sharpened target, averaged over the four rotations
     --ext2          extension 2 alone: rotation of a mixed image, class of the unmixed one
@@ -116,10 +121,10 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     --select        who selects the rotation head: marginal (CRAE), or the ensembles random, independent, detach
     --heads         number of rotation heads, for independent and random; 0: no rotation branches; else one a class
     --aux           the additional classifier, trained on labels alone and used at test time; on, off by --noaux
-    --rot_dim       dimension of the features in front of the rotation heads; without it no reduction
+    --rot_dim       dimension of the features in front of the rotation heads; 0: no reduction, the default but for imagenet (16)
     --arch          wrn-<depth>-<width>, for instance wrn-28-2, or resnet50v2
     --steps         training steps
-    --batch         labelled images in a step, and as many unlabelled ones (each in four rotations)
+    --batch         labelled images in a step, of all processes together, and as many unlabelled ones (each in four rotations)
     --lr            learning rate
     --weight_decay  decoupled weight decay, on kernels only
     --eta           weight of the rotation loss
@@ -133,6 +138,13 @@ def train(dataset: str = "digits", labels: int | None = None, plus: bool = False
     --device        cpu, cuda, cuda:1; without it cuda where there is one
     --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
     --save_minutes  save at least so often, besides at every evaluation
+    --accumulate    send a batch through the network in so many parts, and add up their gradients: for a small memory
+    --precision     bf16 (the default on GPUs) or fp32 (on CPUs)
+    --compile       torch.compile for the network: faster steps after a minute of compiling
+    --sync_bn       BN statistics over the GPUs of all processes (torchrun) instead of each one's own
+    --crop          pad: reflect-pad and crop, as MixMatch; resized: random pieces of the full pictures, as S4L (imagenet's)
+    --stream        read pictures of a folder from disk in every step; without it if they do not fit into memory
+    --workers       processes that read pictures from disk; without it one a core
     --skip_broken   go on without pictures that cannot be read, and say how many
     --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
     --help          this text

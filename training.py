@@ -1,4 +1,4 @@
-"""The one loop, `fit`, and its plumbing: strict command line, resolved values, run folder, EMA, evaluation, resume.
+"""The one loop, `fit`, and its plumbing: strict command line, resolved values, run folder, EMA, evaluation, resume, torchrun.
 
 A script hands `fit` a network and an objective:
 objective(model, x_l, y_l, x_u, augment=, gen=, step=, ema=) -> {name: loss term}, which takes what it needs.
@@ -9,6 +9,7 @@ import copy
 import csv
 import difflib
 import fcntl
+import functools
 import inspect
 import json
 import math
@@ -23,26 +24,28 @@ import sys
 import time
 import types
 import typing
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
 import fire
 import numpy as np
 import torch
+import torch.distributed as dist
 import torchvision
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from tqdm import tqdm
 
 import data
 import presets
 from losses import log_p_z
-from models import check_arch, classifier_state, classify
+from models import check_arch, classifier_state, classify, frozen_bn
 
 HERE = Path(__file__).parent
 EVAL_BATCH = 1024                       # ours: images in one forward pass of an evaluation
 SAMPLE = 10_000                         # ours: unlabelled images that are scored at an evaluation
-MEDIAN_OF = 20                          # MixMatch: the reported error is the median of the last 20 evaluations
+MEDIAN_OF = 20                          # MixMatch: evaluations of which the reported error is the median
 
 # ---------------------------------------------------------------- command line
 
@@ -103,12 +106,27 @@ def command_line(train, argv=None):
         return train(*arguments, **values)
     except KeyboardInterrupt:                                   # while data is loaded, or a second Ctrl-C
         sys.exit(130)
+    except SystemExit as stop:
+        sys.exit(f"process {rank()}: {stop.code}" if rank() and isinstance(stop.code, str) else stop.code)
+    except RuntimeError as error:
+        if world() == 1 or not re.search("(?i)gloo|nccl|connection|peer", str(error)):
+            raise
+        sys.exit(f"process {rank()} of {world()}: another process of this run has ended ({cause(error)}); what was saved is whole, "
+                 "and --resume goes on")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def parse(name, text, hint):
     """The typed word as the type that train's signature asks for."""
     flag = name if name.isupper() else f"--{name}"              # RUN: a word without a flag
-    if isinstance(hint, types.UnionType):                       # int | None: not giving the flag is the None
+    if hint == int | str | None:                                # --labels: 250, or 10%
+        if re.fullmatch(r"\d+(\.\d+)?%", text, re.ASCII):
+            return text
+        if not re.fullmatch(r"-?\d+", text, re.ASCII):
+            sys.exit(f"{flag} {text}: must be a whole number, or a share such as 10%")
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):              # int | None: not giving the flag is the None
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is list:                         # 0,1,2
         return [parse(name, part, typing.get_args(hint)[0]) for part in text.split(",")]
@@ -131,47 +149,88 @@ def resolve(train, flags, method, unnamed=(), constants={}):
 
     Flags that the method's name tells already (`unnamed`) do not appear again in the default name of the run's folder.
     """
-    preset = presets.for_dataset(flags["dataset"]) | constants
+    own = os.path.normpath(flags["dataset"]) if flags["dataset"] else ""
+    if own not in presets.NAMED:                                # pics, pics/ and ./pics are one dataset
+        flags = flags | dict(dataset=own)
+    if flags.get("labels") is not None and flags.get("labels_file"):
+        sys.exit(f"--labels {flags['labels']}: --labels_file names the labelled images already; leave one of them out")
+    if flags.get("rot_dim") is not None and flags["rot_dim"] < 0:
+        sys.exit(f"--rot_dim {flags['rot_dim']}: must be 0 or more; 0: no reduction")
+    for name in "steps", "batch", "lr", "image_size", "labels", "save_minutes", "accumulate":
+        value = flags.get(name)
+        if value is not None and not 0 < (float(value.rstrip("%")) if isinstance(value, str) else value) < math.inf:
+            sys.exit(f"--{name} {value}: must be more than 0, and finite")
+    if str(flags.get("labels"))[-1] == "%" and float(flags["labels"].rstrip("%")) > 100:
+        sys.exit(f"--labels {flags['labels']}: is more than all")
+    in_list = count_lines(flags["labels_file"]) if flags.get("labels_file") else None
+    preset = presets.for_dataset(flags["dataset"], in_list or flags.get("labels"), flags.get("batch")) | constants
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
-    for name in "steps", "batch", "lr", "image_size", "rot_dim", "labels", "save_minutes":
-        if config[name] is not None and not (0 < config[name] < math.inf):
-            sys.exit(f"--{name} {config[name]}: must be more than 0, and finite")
+    if in_list:
+        config["labels"] = None
     if not 0 <= config["weight_decay"] < math.inf:
         sys.exit(f"--weight_decay {config['weight_decay']}: must be 0 or more, and finite")
     if not 0 <= config["seed"] < 2 ** 32:
         sys.exit(f"--seed {config['seed']}: must be 0 or more, and less than 2^32")
+    if (config["workers"] or 0) < 0:
+        sys.exit(f"--workers {config['workers']}: must be 0 or more")
     check_arch(config["arch"])
     config["device"] = check_device(config["device"], config["deterministic"])
+    if config["batch"] % (world() * config["accumulate"]):
+        sys.exit(f"--batch {config['batch']}: cannot be shared out equally among {world()} processes with --accumulate "
+                 f"{config['accumulate']}; give a multiple of {world() * config['accumulate']}")
+    if config["sync_bn"] and not (world() > 1 and config["device"] != "cpu"):
+        sys.exit("--sync_bn: is for several GPUs, one process each (torchrun)")
+    config["resume"] |= int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0        # torchrun --max-restarts
 
     default = {k: p.default for k, p in inspect.signature(train).parameters.items()}
     given = {k: v for k, v in flags.items() if v != default[k] and v is not None}
     changed = {k: v for k, v in given.items() if preset.get(k, default[k]) != v}
-    for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", "save_minutes", "deterministic", *unnamed}:
+    if changed.get("rot_dim") == 0 and not preset["rot_dim"]:   # no reduction, as without the flag
+        changed.pop("rot_dim")
+    for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", "save_minutes", "deterministic", "workers",
+                 "stream", "compile", "sync_bn", *unnamed}:
         changed.pop(name, None)
     if not config["out"]:
         dataset = Path(config["dataset"]).resolve().name.removesuffix(".npz")
         others = [f"{k}{Path(v).name if isinstance(v, str) else v}" for k, v in changed.items()]        # no slash in a name
-        name = [dataset, config["labels"] or "all", method, config["seed"], *others]
+        n = f"{in_list}" if in_list else config["labels"] or "all"
+        name = [dataset, n, method, config["seed"], *others]
         config["out"] = str(Path("runs", "_".join(map(str, name))))
     words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
+    config["rot_dim"] = config["rot_dim"] or None               # 0: no reduction, also where the preset has one
     config["changed"] = {k: v for k, v in changed.items() if k != "pretrained"}         # what makes it another setting
     config["command"] = " ".join(["python", Path(inspect.getsourcefile(train)).name, *words])
     config["paper"] = None if changed else paper_error(config["dataset"], config["labels"], method)
     return config
 
 
+def count_lines(path):
+    """How many images a list names; the list itself is read with the data."""
+    try:
+        n = sum(bool(line.strip()) for line in Path(path).read_text().splitlines())
+    except (OSError, ValueError) as error:
+        sys.exit(f"--labels_file {path}: cannot be read ({cause(error)})")
+    return n or sys.exit(f"--labels_file {path}: names no image")
+
+
 def paper_error(dataset, labels, method):
     """The paper's test error as text, and where it was quoted from if it is not its own; None if it has none."""
     with (HERE / "paper_results.csv").open(newline="") as file:
         for row in csv.DictReader(file):
-            if (row["dataset"], row["labels"], row["method"], row["metric"]) == (dataset, str(labels), method, "error"):
+            value = dict(error=float(row["value"]), top1_accuracy=100 - float(row["value"])).get(row["metric"])
+            if (row["dataset"], row["labels"], row["method"]) == (dataset, str(labels), method) and value is not None:
                 quoted = f", {row['source']}" if row["source"].startswith("quoted") else ""
-                return f"{float(row['value']):.2f} %{quoted}"
+                return f"{value:.2f} %{quoted}"
 
 
 def check_device(device, deterministic=False):
-    """The device, set up for speed, or for the same bits in every run; without a name the GPU where there is one."""
+    """The device, set up for speed, or for the same bits in every run; without a name the GPU where there is one.
+
+    Started by torchrun, a process joins the others here, and has the GPU of its number.
+    """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
             raise RuntimeError
@@ -184,7 +243,73 @@ def check_device(device, deterministic=False):
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")             # what cuBLAS asks for
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    join_processes(device)
     return device
+
+
+# ---------------------------------------------------------------- processes
+# torchrun starts n of them. All hold the same weights, each trains on its share of every batch, and the first alone
+# writes and prints. Without torchrun there is one, and none of this does anything.
+
+
+def join_processes(device):
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
+        return
+    if device != "cpu":
+        torch.cuda.set_device(device)
+    # Started again by torchrun, processes must not meet the addresses that those before them have left in the store.
+    store, number, processes = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    backend = "cpu:gloo" + (",cuda:nccl" if device != "cpu" else "")            # signals are agreed on over gloo
+    dist.init_process_group(backend, store=store, rank=number, world_size=processes)
+    if rank():
+        sys.stdout = open(os.devnull, "w")
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world():
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def agree(*numbers):
+    """The largest of each number over all processes; so they do the same. On the CPU: the GPU is not waited for."""
+    if world() == 1:
+        return numbers
+    numbers = torch.tensor(numbers)
+    dist.all_reduce(numbers, dist.ReduceOp.MAX)
+    return numbers.tolist()
+
+
+def wait_for_all():
+    agree(0)
+
+
+def total(x):
+    """The sum of a tensor over all processes."""
+    if world() > 1:
+        x = x.clone()
+        dist.all_reduce(x)
+    return x
+
+
+def average_bn(net):
+    """Each process has BN statistics of its own share; the mean of them is everybody's, as after one joint update."""
+    if world() > 1:
+        buffers = [b for b in net.buffers() if b.is_floating_point()]
+        means = total(torch.cat([b.flatten() for b in buffers])) / world()
+        torch._foreach_copy_(buffers, [m.view_as(b) for m, b in zip(means.split([b.numel() for b in buffers]), buffers)])
+
+
+def first_process_only(write):
+    """For functions that write into a run's folder."""
+    @functools.wraps(write)
+    def maybe(*args, **kwargs):
+        if rank() == 0:
+            return write(*args, **kwargs)
+    return maybe
 
 
 # ---------------------------------------------------------------- a run's folder
@@ -196,10 +321,7 @@ def check_folder(config, longer=True):
     longer: a run may be resumed with more steps, since none of its values depends on their number.
     """
     out = Path(config["out"])
-    inside = os.path.exists(out)
-    if os.path.isdir(out):                                      # a run that was killed before its first file has left these
-        inside = [p.name for p in out.iterdir() if ".tmp" not in p.suffixes and p.name != ".lock"]
-    if not inside:
+    if not holds_anything(out):
         return None
     if not config["resume"]:
         sys.exit(f"--out {out}: exists already; add --resume to continue that run, or give another --out")
@@ -207,6 +329,13 @@ def check_folder(config, longer=True):
     rows = read_rows(out / "log.csv", config["steps"])
     done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
     return report(config, rows) if done else None
+
+
+def holds_anything(out):
+    """Whether something is at a run's place, but for what a run that was killed before its first file has left."""
+    if not out.is_dir():
+        return os.path.exists(out)
+    return any(".tmp" not in p.suffixes and p.name != ".lock" for p in out.iterdir())
 
 
 def refuse_other_flags(config, longer=True):
@@ -219,30 +348,46 @@ def refuse_other_flags(config, longer=True):
     except ValueError:
         sys.exit(f"--out {out}: its config.json is damaged; give another --out")
     for name, value in config.items():
-        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed", "save_minutes")
-        may_differ |= longer and name == "steps" and value > saved.get(name, value)
+        may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed", "save_minutes", "workers", "stream",
+                              "compile")
+        may_differ |= longer and not config["decay_at"] and name == "steps" and value > saved.get(name, value)
         if not may_differ and name in saved and saved[name] != value:           # not in it: a flag younger than the run
             sys.exit(f"--{name} {value}: the run in {out} has {saved[name]}; give that, or another --out")
 
 
 def load_run(config):
     """The images of a run and its split: drawn from the seed, or the saved one when the run is resumed."""
-    images, labels, parts, classes = data.load(config["dataset"], config["data_dir"], config["image_size"], config["skip_broken"])
+    images, labels, parts, classes = load_images(config)
     saved = Path(config["out"], "split.npz")
     if saved.exists():
         try:
             with np.load(saved, allow_pickle=False) as file:    # no code in it is run
                 split = {part: file[part] for part in ("labeled", "unlabeled", "validation", "test")}
+                total_images = int(file["images"])
         except Exception as error:                              # whatever a damaged or foreign file makes numpy raise
             sys.exit(f"--out {config['out']}: its split.npz cannot be read ({cause(error)}); give another --out")
-        if sum(map(len, split.values())) != len(labels):
+        if total_images != len(labels):
             sys.exit(f"--dataset {config['dataset']}: has {len(labels)} images now, and the split in {saved} is of "
-                     f"{sum(map(len, split.values()))}; give another --out")
+                     f"{total_images}; give another --out")
     else:
-        split = data.make_split(labels, parts, config["labels"], config["validation"], config["seed"])
+        split = draw_split(config, labels, parts)
     return images, labels, split, classes
 
 
+def draw_split(config, labels, parts):
+    """data.make_split, for a run's values; ImageNet has S4L's protocol, and the paper's numbers of labels for 1% and 10%."""
+    imagenet = config["dataset"] == "imagenet"
+    n = presets.imagenet_labeled(config["labels"]) if imagenet and config["labels"] else config["labels"]
+    return data.make_split(labels, parts, n, config["validation"], config["seed"], s4l=imagenet)
+
+
+def load_images(config):
+    """data.load, for a run's values."""
+    reading = {name: config[name] for name in ("crop", "flip", "stream", "workers", "device")}
+    return data.load(config["dataset"], config["data_dir"], config["image_size"], config["skip_broken"], config["labels_file"], **reading)
+
+
+@first_process_only
 def write_config(config, split, resolved):
     """config.json with all values, given and resolved, and what is needed to repeat the run; and split.npz."""
     out = Path(config["out"])
@@ -260,7 +405,7 @@ def write_config(config, split, resolved):
     make_folder(out)
     write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
     if not (out / "split.npz").exists():                        # the labelled images of a run never change
-        write_whole(out / "split.npz", lambda tmp: np.savez(tmp, **split))
+        write_whole(out / "split.npz", lambda tmp: np.savez(tmp, images=resolved["all_images"], **split))
 
 
 def make_folder(out):
@@ -270,6 +415,7 @@ def make_folder(out):
         sys.exit(f"--out {out}: cannot be written ({error.strerror})")
 
 
+@first_process_only
 def write_whole(path, write):
     """A file that is there whole or not at all, also after a power cut: written beside its place, synced, then renamed."""
     tmp = path.with_name(f"{path.stem}.tmp{path.suffix}")
@@ -296,6 +442,7 @@ def cause(error):
     return getattr(error, "strerror", None) or " ".join(str(error).split())[:100]
 
 
+@first_process_only
 def save_state(folder, state):
     """last.pt, and the save before it as previous.pt; killed between two renames, one of them is there."""
     write_whole(folder / "next.pt", lambda tmp: torch.save(state, tmp))
@@ -338,6 +485,7 @@ def write_rows(path, rows, mode):
         writer.writerows(rows)
 
 
+@first_process_only
 def append_rows(path, rows):
     """Rows at the end of a log, on the disk before the save that counts on them."""
     try:
@@ -351,7 +499,11 @@ def append_rows(path, rows):
 def keep_rows(path, last_step):
     """Cut a log back to the checkpoint's step."""
     rows = read_rows(path, last_step)
-    path.unlink(missing_ok=True) if not rows else write_whole(path, lambda tmp: write_rows(tmp, rows, "w"))
+    wait_for_all()                                              # until everybody has read it
+    if rows:
+        write_whole(path, lambda tmp: write_rows(tmp, rows, "w"))
+    elif rank() == 0:
+        path.unlink(missing_ok=True)
     return rows
 
 
@@ -364,6 +516,19 @@ def make_optimizer(net, lr, weight_decay):
     others = [p for p in net.parameters() if p.ndim <= 1]
     return torch.optim.AdamW([dict(params=kernels, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
                              lr=lr, betas=(0.9, 0.999), fused=True)
+
+
+def make_sgd(net, lr, weight_decay, nesterov=False):
+    """S4L: SGD with momentum 0.9, and L2 on kernels only."""
+    kernels = [p for p in net.parameters() if p.ndim > 1]
+    others = [p for p in net.parameters() if p.ndim <= 1]
+    return torch.optim.SGD([dict(params=kernels, weight_decay=weight_decay), dict(params=others)], lr=lr, momentum=0.9,
+                           nesterov=nesterov)
+
+
+def steps_down(progress, warmup, decay_at):
+    """The learning rate as a share of its largest: linear from 0 in the warm-up, a tenth after each of `decay_at`. S4L."""
+    return min(1.0, progress / warmup if warmup else 1.0) * 0.1 ** sum(progress >= at for at in decay_at)
 
 
 def constant(progress):
@@ -379,24 +544,33 @@ def copy_bn(ema, net, batches):
 def resolved_values(net, images, split, classes):
     """What is found in the data and the network, for config.json."""
     return dict(num_classes=len(classes), image_size=images.shape[-1], images={k: len(i) for k, i in split.items()},
+                all_images=len(images),
                 rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
                 parameters=sum(p.numel() for p in net.parameters()))
 
 
 def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, optimizer=None,
-        schedule=constant, average=None, refresh_bn=copy_bn, mu=1):
+        schedule=None, average=None, refresh_bn=copy_bn, mu=1):
     """Train net in its run's folder up to config["steps"], from where the folder's checkpoint left it; the final row.
 
     p_z(class_logits, rot_logits)           log p(z|x), for the logged accuracy of the rotation
-    optimizer(net, lr, weight_decay)        makes a torch optimiser; without it make_optimizer's AdamW
-    schedule(progress)                      the learning rate as a share of config["lr"], progress from 0 to 1
+    optimizer(net, lr, weight_decay)        makes a torch optimiser; without it config["optimizer"]
+    schedule(progress)                      the learning rate as a share of config["lr"], progress from 0 to 1; without it
+                                            config's warmup and decay_at
     average(averages, weights, step)        updates the averaged weights after a step; without it EMA, decay config["ema"]
     refresh_bn(ema, net, batches)           gives the averaged model its BN statistics before it is evaluated
     mu                                      unlabelled images in a step, as a multiple of config["batch"]
     """
-    make_folder(config["out"])
-    with locked(config["out"]):
-        return run_steps(net, objective, images, labels, split, classes, config, p_z, optimizer, schedule, average, refresh_bn, mu)
+    wait_for_all()                                              # all have looked at the folder as it was
+    if rank() == 0:
+        make_folder(config["out"])
+    with locked(config["out"]) if rank() == 0 else nullcontext():
+        optimizer = optimizer or dict(adam=make_optimizer, sgd=make_sgd)[config["optimizer"]]
+        schedule = schedule or partial(steps_down, warmup=config["warmup"], decay_at=config["decay_at"])
+        average = average or get_ema_multi_avg_fn(config["ema"] or 0.0)         # 0: the weights themselves
+        row = run_steps(net, objective, images, labels, split, classes, config, p_z, optimizer, schedule, average, refresh_bn, mu)
+        wait_for_all()                                          # the first process has written everything
+    return row
 
 
 def run_steps(net, objective, images, labels, split, classes, config, p_z, optimizer, schedule, average, refresh_bn, mu):
@@ -404,20 +578,24 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
     resolved = resolved_values(net, images, split, classes)
     print_config(config, resolved)
     write_config(config, split, resolved)
-    Path(config["out"], "model.pt").unlink(missing_ok=True)     # its being there says that the run is finished
-    steps, epoch, batch, seed, out = (config[k] for k in ("steps", "epoch", "batch", "seed", "out"))
+    if rank() == 0:
+        Path(config["out"], "model.pt").unlink(missing_ok=True)                 # its being there says that the run is finished
+    steps, epoch, batch, seed, out, parts = (config[k] for k in ("steps", "epoch", "batch", "seed", "out", "accumulate"))
     device = torch.device(config["device"])
-    images, labels = images.to(device), labels.to(device)       # uint8, for the whole run
-    index = {part: torch.as_tensor(i, device=device) for part, i in split.items()}
+    labels = labels.to(device)
+    if isinstance(images, torch.Tensor):
+        images = images.to(device)                              # uint8, for the whole run
+    index = {part: torch.as_tensor(i, device=device if isinstance(images, torch.Tensor) else "cpu") for part, i in split.items()}
     index["sample"] = sample_of_unlabeled(labels, index["unlabeled"], seed)
     net = net.to(device, memory_format=torch.channels_last).train()
+    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if config["sync_bn"] else net
     ema = copy.deepcopy(net).requires_grad_(False)
-    optimizer = (optimizer or make_optimizer)(net, config["lr"], config["weight_decay"])
-    average = average or get_ema_multi_avg_fn(config["ema"])
+    optimizer = optimizer(net, config["lr"], config["weight_decay"])
     weights, averages = list(net.parameters()), list(ema.parameters())
     gen = torch.Generator(device)
-    augment = partial(data.augment, flip=config["flip"], gen=gen)
-
+    augment = partial(data.augment, flip=config["flip"], gen=gen) if config["crop"] == "pad" else cropped_already
+    precision = config["precision"] or ("bf16" if device.type == "cuda" else "fp32")
+    autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
     log, matrices = Path(out, "log.csv"), Path(out, "diversity.csv")
     # terms: the losses, summed since the row at row_step; bad: the first step at which a term was not finite, or 0
     run = dict(step=0, row_step=0, seconds=0.0, terms={}, bad={})
@@ -437,36 +615,48 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
         """What is saved is finite: a step that was not ends the run here, at the latest."""
         check_finite(run, weights, out)
         state = dict(net=net.state_dict(), ema=ema.state_dict(), optimizer=optimizer.state_dict(),
-                     run=run | dict(seconds=run["seconds"] + time.perf_counter() - tick))
+                     run=run | dict(seconds=run["seconds"] + time.perf_counter() - tick,
+                                    terms={k: total(v) / world() for k, v in run["terms"].items()}))
         save_state(Path(out), state)
+        wait_for_all()
 
-    with stop_signals() as stop, tqdm(total=steps, initial=run["step"], unit="step", disable=None) as bar:
+    warn_of_memory(net, objective, images.shape[-1], config, autocast, augment, gen, mu)
+    if config["compile"]:
+        net.compile()
+    model = net if world() == 1 else DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
+    batches = data.training_batches(images, labels, index, batch, mu, range(run["step"], steps), seed, rank(), world(), parts)
+
+    with stop_signals() as stop, tqdm(total=steps, initial=run["step"], unit="step", disable=data.quiet()) as bar:
         tick, tick_step, saved_at = time.perf_counter(), run["step"], time.perf_counter()
         for step in range(run["step"], steps):
-            gen.manual_seed(data.seed_of(seed, 3, step))        # streams: 0 split, 1 and 2 batches, 3 all else
-            i_l = data.batch_indices(index["labeled"], batch, step, seed, 1)
-            i_u = data.batch_indices(index["unlabeled"], mu * batch, step, seed, 2)
             for group in optimizer.param_groups:
                 group["lr"] = config["lr"] * schedule(step / steps)
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                terms = objective(net, images[i_l], labels[i_l], images[i_u], augment=augment, gen=gen, step=step, ema=ema)
             optimizer.zero_grad()
-            sum(terms.values()).backward()
+            for part in range(parts):
+                x_l, y_l, x_u = next(batches)
+                gen.manual_seed(data.seed_of(seed, 3, step))    # streams: 0 split, 1 and 2 batches, 5 crops, 3 all else
+                with data.share_of_batch(rank(), world(), part, parts), nullcontext() if part == parts - 1 else unsynced(model):
+                    with autocast():
+                        terms = objective(model, x_l, y_l, x_u, augment=augment, gen=gen, step=step, ema=ema)
+                    (sum(terms.values()) / parts).backward()
+                run["terms"] = run["terms"] | {k: run["terms"].get(k, 0) + v.detach() / parts for k, v in terms.items()}
+                for k, v in terms.items():                      # no wait for the device
+                    first = run["bad"].get(k, torch.zeros((), device=device))
+                    run["bad"][k] = torch.where((first == 0) & ~v.detach().isfinite(), step + 1, first)
             optimizer.step()
             average(averages, weights, step)
-            run["terms"] = {k: run["terms"].get(k, 0) + v.detach() for k, v in terms.items()}
+            average_bn(net)
             run["step"] = step + 1
-            for k, v in terms.items():                          # no wait for the device
-                first = run["bad"].get(k, torch.zeros((), device=device))
-                run["bad"][k] = torch.where((first == 0) & ~v.detach().isfinite(), run["step"], first)
             bar.update()
+            signal_number, due = agree(stop[0] if stop else 0, time.perf_counter() - saved_at > 60 * config["save_minutes"])
 
-            if run["step"] % epoch == 0 or run["step"] == steps:
-                losses = {f"loss_{k}": v.item() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
+            if run["step"] % (epoch * config["eval_epochs"]) == 0 or run["step"] == steps:
+                losses = {f"loss_{k}": total(v).item() / world() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
                 passed = time.perf_counter() - tick             # the line above waited for the device
                 check_finite(run, weights, out)
-                parts = index["sample"].tensor_split(math.ceil(len(index["sample"]) / EVAL_BATCH))
-                refresh_bn(ema, net, (data.scale(augment(images[i])) for i in parts))
+                size = math.ceil(len(index["sample"]) / math.ceil(len(index["sample"]) / EVAL_BATCH))
+                refresh_bn(ema, net, (data.scale(augment(x)) for x, _ in data.in_pieces(images, index["sample"], size, device)))
+                average_bn(ema)
                 scores, matrix = evaluate(net, ema, images, labels, index, len(classes), p_z)
                 row = dict(step=run["step"], epoch=run["step"] / epoch, seconds=run["seconds"] + passed,
                            images_per_second=(1 + mu) * batch * (run["step"] - tick_step) / passed,
@@ -477,29 +667,84 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
                 run.update(row_step=run["step"], seconds=run["seconds"] + passed, terms={})
                 tick, tick_step, saved_at = time.perf_counter(), run["step"], time.perf_counter()
                 save()
-                bar.write(progress_line(rows[-1], steps))
-            elif time.perf_counter() - saved_at > 60 * config["save_minutes"]:
+                if rank() == 0:
+                    bar.write(progress_line(rows[-1], steps))
+            elif due:
                 save()
                 saved_at = time.perf_counter()
-            if stop and run["step"] < steps:
+            if signal_number and run["step"] < steps:
                 save()
                 bar.close()
-                print(f"stopped after step {run['step']}; to continue: {config['command']} --resume", file=sys.stderr)
-                sys.exit(128 + stop[0])
+                if rank() == 0:
+                    print(f"stopped after step {run['step']}; to continue: {start_command(config)} --resume", file=sys.stderr)
+                sys.exit(128 + signal_number)
 
-        info = dict(method=config["method"], dataset=config["dataset"], seed=seed, arch=config["arch"],
+        info = dict(method=config["method"], dataset=config["dataset"], seed=seed, arch=config["arch"], crop=config["crop"],
                     image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
         bar.close()
         write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
         write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
         row = report(config, rows)
-        if stop:                                                # in the last step: it is done, but another stage may follow
-            sys.exit(128 + stop[0])
+        signal_number, = agree(stop[0] if stop else 0)
+        if signal_number:                                       # in the last step: it is done, but another stage may follow
+            sys.exit(128 + signal_number)
     return row
 
 
+def start_command(config):
+    return config["command"] if world() == 1 else config["command"].replace("python", f"torchrun --nproc_per_node={world()}", 1)
+
+
+def cropped_already(x):
+    """augment for --crop resized, whose pieces and flips are made where the pictures are read."""
+    return x
+
+
+def unsynced(model):
+    """Gradients of all but the last part of a batch are not exchanged yet."""
+    return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
+
+
+def warn_of_memory(net, objective, size, config, autocast, augment, gen, mu):
+    """Say, before the first step, if the device would not hold it. What a step keeps for its gradients is counted on two images."""
+    device = gen.device
+    images = config["batch"] // (world() * config["accumulate"])                # labelled images in a pass
+    free = data.free_memory(device) / (1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    state = weights * (3 if config["optimizer"] == "adam" else 2)               # gradients, and the optimiser's averages
+    with frozen_bn(net), autocast():
+        kept = kept_for_backward(net, lambda: net(torch.zeros(2, 3, size, size, device=device)))
+    if state + kept / 2 * images * 16 * max(1, mu) < free:      # no method here sends more copies of an image through the network
+        return
+    model = copy.deepcopy(net)
+    x, y = torch.zeros(2 + 2 * mu, 3, size, size, dtype=torch.uint8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
+    with autocast():
+        kept = kept_for_backward(model, lambda: objective(model, x[:2], y, x[2:], augment=augment, gen=gen, step=0, ema=copy.deepcopy(model)))
+    need = {n: state + kept / 2 * (images // n) for n in range(1, images + 1) if images % n == 0}
+    if need[1] > free:
+        n = next((n for n in need if need[n] < free), images)
+        print(f"note: a step would need about {need[1] / 2 ** 30:.1f} GiB and {device} has {free / 2 ** 30:.1f} GiB free; --accumulate "
+              f"{n * config['accumulate']} would need about {need[n] / 2 ** 30:.1f} GiB", flush=True)
+
+
+def kept_for_backward(model, forward):
+    """Bytes of the tensors that a forward pass keeps for its gradients, the weights not counted."""
+    kept, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        result = forward()                                      # it must live on, or another tensor takes its place
+    del result
+    return sum(size for place, size in kept.items() if place not in weights)
+
+
 def check_finite(run, weights, out):
-    bad = {f"loss_{name}": int(first) for name, first in run["bad"].items() if first}
+    names = sorted(run["bad"])
+    firsts = agree(*(-int(run["bad"][name]) or -math.inf for name in names)) if names else []
+    bad = {f"loss_{name}": int(-first) for name, first in zip(names, firsts) if first > -math.inf}
     if not torch.stack([w.isfinite().all() for w in weights]).all():
         bad = bad or {"a weight": run["step"]}
     if bad:
@@ -542,7 +787,7 @@ def stop_signals():
 
 def sample_of_unlabeled(labels, unlabeled, seed):
     """At most SAMPLE unlabelled images, the same at every evaluation; those whose class is known, if there are any."""
-    known = unlabeled[labels[unlabeled] >= 0]
+    known = unlabeled[(labels.to(unlabeled.device)[unlabeled] >= 0)]
     pool = known if len(known) else unlabeled
     order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(data.seed_of(seed, 4, 0)))
     return pool[order[:SAMPLE].to(pool.device)]
@@ -554,19 +799,26 @@ def evaluate(net, ema, images, labels, index, num_classes, p_z):
     net.eval(), ema.eval()
     scores = score_unlabeled(ema, images, labels, index["sample"], num_classes, p_z)
     matrix = scores.pop("diversity")
-    scores["val_error"] = error(ema, images, labels, index["validation"])
-    scores["test_error"] = error(ema, images, labels, index["test"])
-    scores["test_error_raw"] = error(net, images, labels, index["test"])
+    scores["val_error"], _ = errors(ema, images, labels, index["validation"])
+    scores["test_error"], top5 = errors(ema, images, labels, index["test"])
+    averaged = not all(map(torch.equal, net.state_dict().values(), ema.state_dict().values()))
+    scores["test_error_raw"] = errors(net, images, labels, index["test"])[0] if averaged else scores["test_error"]
+    scores["test_top5_error"] = top5 if num_classes > 10 else None
     net.train(), ema.train()                                    # as a teacher the averaged model uses its batch's statistics
     return scores, matrix
 
 
-def error(net, images, labels, index):
-    """Percent of upright images that the test classifier gets wrong."""
+def errors(net, images, labels, index):
+    """Percent of upright images whose class is not the test classifier's first guess, and not among its first five."""
     if not len(index):
-        return None
-    wrong = sum((classify(net, data.scale(images[i])).argmax(1) != labels[i]).sum() for i in index.split(EVAL_BATCH))
-    return 100 * wrong.item() / len(index)
+        return None, None
+    wrong = torch.zeros(2, dtype=torch.int64, device=labels.device)
+    for x, i in data.in_pieces(images, index[rank()::world()], EVAL_BATCH, labels.device):
+        logits = classify(net, data.scale(x))
+        first = logits.argmax(1, keepdim=True)                  # (n, 1)
+        five = logits.topk(min(5, logits.shape[1])).indices     # (n, 5)
+        wrong += torch.stack([(guess != labels[i][:, None]).all(1).sum() for guess in (first, five)])
+    return tuple(100 * n / len(index) for n in total(wrong).tolist())
 
 
 def score_unlabeled(net, images, labels, index, num_classes, p_z):
@@ -575,23 +827,22 @@ def score_unlabeled(net, images, labels, index, num_classes, p_z):
     Entry (i, j) of the matrix: how often, among copies whose true class is i, R_j gives the true rotation the highest
     probability of all heads. (C, K), rows sum to one.
     """
-    wrong, right, counts = 0, 0, None
-    known = bool((labels[index] >= 0).all())
-    for i in index.split(EVAL_BATCH // 4):
-        x, z = data.rotate4(images[i]) if net.rotation else (images[i], None)   # (4n, 3, H, W), (4n,)
+    K = net.rotation.out_features // 4 if net.rotation else 0
+    wrong, right, counts = (torch.zeros(shape, dtype=torch.int64, device=labels.device) for shape in ((), (), (num_classes, K)))
+    known = bool((labels.to(index.device)[index] >= 0).all())
+    for x, i in data.in_pieces(images, index[rank()::world()], EVAL_BATCH // 4, labels.device):
+        x, z = data.rotate4(x) if K else (x, None)              # (4n, 3, H, W), (4n,)
         class_logits, _, rot_logits = net(data.scale(x))
         wrong += (class_logits[:len(i)].argmax(1) != labels[i]).sum()           # the first n copies are the upright ones
-        if rot_logits is not None:
+        if K:
             right += (p_z(class_logits, rot_logits).argmax(1) == z).sum()
-            K = rot_logits.shape[1]
-            if known and K > 1:
-                best = best_head(rot_logits, z)                 # (4n,)
-                pairs = torch.bincount(labels[i].repeat(4) * K + best, minlength=num_classes * K)
-                counts = pairs.view(num_classes, K) + (0 if counts is None else counts)
-    rotation = rot_logits is not None
-    return dict(rotation_accuracy=100 * right.item() / (4 * len(index)) if rotation else None,
-                unlabeled_error=100 * wrong.item() / len(index) if known else None,
-                diversity=None if counts is None else counts / counts.sum(1, keepdim=True))
+        if known and K > 1:
+            best = best_head(rot_logits, z)                     # (4n,)
+            counts += torch.bincount(labels[i].repeat(4) * K + best, minlength=num_classes * K).view(num_classes, K)
+    counts = total(counts)
+    return dict(rotation_accuracy=100 * total(right).item() / (4 * len(index)) if K else None,
+                unlabeled_error=100 * total(wrong).item() / len(index) if known else None,
+                diversity=counts / counts.sum(1, keepdim=True) if known and K > 1 else None)
 
 
 def best_head(rot_logits, z):
@@ -612,9 +863,9 @@ def diversity_rows(step, matrix, classes):
 
 def progress_line(row, steps):
     cells = [f"step {row['step']}/{steps}"]
-    for name, word in dict(test_error="test error", unlabeled_error="unlabelled error",
+    for name, word in dict(test_error="test error", test_top5_error="top-5", unlabeled_error="unlabelled error",
                            rotation_accuracy="rotation accuracy").items():
-        if row[name]:
+        if row.get(name):
             cells.append(f"{word} {float(row[name]):.2f} %")
     return "   ".join([*cells, f"{float(row['images_per_second']):,.0f} images/s"])
 
@@ -623,19 +874,26 @@ def print_config(config, resolved):
     for name, value in config.items():
         print(f"{name:>14}  {value}")
     print(f"{'images':>14}  " + ", ".join(f"{n:,} {part}" for part, n in resolved["images"].items()))
+    if world() > 1:
+        print(f"{'processes':>14}  {world()}, each with {config['batch'] // world()} labelled images of a batch")
     print(f"{'network':>14}  {resolved['parameters']:,} parameters, {resolved['rotation_heads']} rotation heads, "
           f"{resolved['num_classes']} classes, {resolved['image_size']} pixels")
-    print(f"training; a line here and in {config['out']}/log.csv every {config['epoch']} steps", flush=True)
+    print(f"training; a line here and in {config['out']}/log.csv every {config['epoch'] * config['eval_epochs']} steps", flush=True)
     kept = (1 - config["bn_momentum"]) ** config["steps"], (config["ema"] or 0) ** config["steps"]
     if config["ema"] and max(kept) > 0.05:                                        # ours: from here on the tested model is visibly unfinished
         print(f"note: {config['steps']} steps are few for this preset: {kept[0]:.0%} of the initial BN statistics and "
               f"{kept[1]:.0%} of the initial weights are left in the model that is tested, so expect a high error")
 
 
+def rows_that_count(config):
+    """MixMatch: the reported error is the median of the last 20 evaluations; S4L, whose learning rate decays: the last one."""
+    return 1 if config.get("decay_at") else MEDIAN_OF
+
+
 def report(config, rows):
     """Print the run's result and return its final row, as numbers, with the reported error."""
     row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=None)
-    last = [float(r["test_error"]) for r in rows[-MEDIAN_OF:] if r["test_error"]]
+    last = [float(r["test_error"]) for r in rows[-rows_that_count(config):] if r["test_error"]]
     if last:
         row["median_test_error"] = statistics.median(last)
         line = (f"test error {row['median_test_error']:.2f} % (median of the last {len(last)} evaluation{'s'[:len(last) - 1]}), "

@@ -65,11 +65,36 @@ def test_each_table_has_its_runs(table, methods, fake, capsys):
         assert {r["mean_diagonal"] for r in rows} == {"0.5500"} and len(rows) == 8
         assert {p.name for p in Path("runs/_ablations").glob("*.png")} == {
             f"diversity_digits_{n}{m}.png" for n in (50, 100) for m in ("", "_crae", "_crae_plus")}
-    with Path("runs", "_ablations", f"{table}_digits.csv").open() as file:
+    with Path("runs", "_ablations", f"{table}_digits_50_100.csv").open() as file:
         assert [dict(r) for r in csv.DictReader(file)] == [{k: str(v) for k, v in r.items()} for r in rows]
     fake.clear()
     ablations.ablate(table, labels=[50], seeds=[0, 2])
     assert not fake                                             # nothing twice
+
+
+def test_no_table_is_overwritten_by_another_setting(fake):
+    for flags in dict(), dict(labels=[50]), dict(labels=[50], steps=7), dict(labels=["10%"]):
+        ablations.ablate("ensemble", **flags)
+    assert {p.name for p in Path("runs/_ablations").iterdir()} == {
+        "ensemble_digits_100.csv", "ensemble_digits_50.csv", "ensemble_digits_steps-7_50.csv", "ensemble_digits_10%.csv"}
+
+
+def test_what_a_killed_run_leaves_does_not_stop_a_sweep_and_other_things_do(fake, tmp_path):
+    folder = Path("runs", "digits_100_crae_0")
+    folder.mkdir(parents=True)
+    (folder / ".lock").touch()
+    (folder / "config.tmp.json").touch()
+    runs = [ablations.settle(dict(), "runs")]
+    assert not training.holds_anything(folder) and runs[0]["folder"] == folder
+    folder.rename("elsewhere")
+    ablations.ablate("diversity")
+    for place in Path("runs", "digits_100_crae_1"), Path("runs", "digits_100_crae_plus_2"):
+        place.touch()                                           # a file where a run should be
+        with pytest.raises(SystemExit, match="is not a run's folder"):
+            ablations.ablate("diversity", seeds=[1, 2])
+        place.unlink()
+    with pytest.raises(SystemExit, match="--out .* cannot be written"):
+        ablations.ablate("diversity", out="/proc/runs")
 
 
 def test_tables_share_their_runs(fake):
@@ -84,13 +109,13 @@ def test_rotation_dim_goes_from_the_feature_width_down_and_costs_are_counted(fak
     assert [r["head_parameters"] for r in rows] == [64 * 40 + 40, *(64 * d + 40 * d + 40 for d in (64, 32, 16, 8, 4))]
     assert all(float(r["head_microseconds"]) > 0 for r in rows)
     assert float(rows[-1]["head_kilobytes"]) == pytest.approx(4 * (4 * (104 * 4 + 40) + 2 * 256 * 44) / 1024, abs=1)
-    assert Path("runs/_ablations/rotation_dim_digits_50.png").stat().st_size > 5000
+    assert Path("runs/_ablations/rotation_dim_digits_arch-wrn-10-1_50.png").stat().st_size > 5000
     assert ablations.dims_of("resnet50v2")[1:9] == [2048, 1024, 512, 256, 128, 64, 32, 16]
 
 
 def test_the_papers_number_only_in_the_papers_setting(fake, monkeypatch):
-    monkeypatch.setattr(ablations.data, "load", lambda *rest: (None, None, None, range(10)))
-    monkeypatch.setattr(ablations.data, "make_split", lambda *rest: None)
+    monkeypatch.setattr(training, "load_images", lambda config: (None, None, None, range(10)))
+    monkeypatch.setattr(training, "draw_split", lambda *rest: None)
     rows = ablations.ablate("ensemble", dataset="cifar10", labels=[250])
     assert [r["paper"] for r in rows] == ["17.07", "28.68", "23.26", "23.27", "10.76"]
     rows = ablations.ablate("ensemble", dataset="cifar10", labels=[250], steps=10)

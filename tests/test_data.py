@@ -1,3 +1,5 @@
+import csv
+import json
 import math
 
 import numpy as np
@@ -9,6 +11,10 @@ from torchvision.transforms.v2 import InterpolationMode
 
 import data
 import presets
+import train_baselines
+import train_crae
+import training
+from chaos import same
 
 # ---------------------------------------------------------------- augmentation, rotation, mixing
 
@@ -62,7 +68,7 @@ def test_augment_draws_for_each_image_by_itself_and_only_from_its_generator():
 
 def test_digits_and_house_numbers_are_never_flipped():
     assert {name: preset["flip"] for name, preset in presets.NAMED.items()} == dict(
-        digits=False, cifar10=True, cifar100=True, svhn=False, svhn_extra=False, fashion_mnist=True)
+        digits=False, cifar10=True, cifar100=True, svhn=False, svhn_extra=False, fashion_mnist=True, imagenet=True)
 
 
 def test_presets_are_the_papers_table():
@@ -459,3 +465,224 @@ def test_strong_augmentation_ends_with_cutout(monkeypatch):
 
 def test_an_empty_batch_has_no_images():
     assert data.batch_indices(torch.arange(5), 0, step=3, seed=0, stream=2).shape == (0,)
+
+
+# ---------------------------------------------------------------- pictures that stay on the disk
+
+
+def rows_of(folder):
+    with (folder / "log.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def state_of(folder):
+    return {k: v for k, v in torch.load(folder / "last.pt", weights_only=True).items() if k != "run"}
+
+
+def test_a_run_from_disk_has_the_bits_of_one_in_memory_whoever_reads(tmp_path):
+    root = make_folder(tmp_path / "pictures", n=12)
+    flags = dict(dataset=root, labels="50%", image_size=16, steps=4, batch=4, arch="wrn-10-0.25", device="cpu", flip=True)
+    train_crae.train(**flags, out=str(tmp_path / "memory"))
+    for workers in 0, 1, 2:
+        out = tmp_path / str(workers)
+        train_crae.train(**flags, stream=True, workers=workers, out=str(out))
+        assert same(state_of(out), state_of(tmp_path / "memory")), workers
+        timed = dict(seconds=0, images_per_second=0)
+        assert [row | timed for row in rows_of(out)] == [row | timed for row in rows_of(tmp_path / "memory")]
+    for part, index in np.load(tmp_path / "memory" / "split.npz").items():
+        assert np.array_equal(index, np.load(out / "split.npz")[part])
+
+
+def test_pieces_of_pictures_depend_on_seed_step_and_place_alone(tmp_path):
+    """In any order, by any number of workers, from any step on; every epoch of an image has another piece."""
+    root = make_folder(tmp_path / "pictures", n=6)
+    index = dict(labeled=torch.arange(4), unlabeled=torch.arange(4, 12))
+
+    def batches(workers, first, rank=0, world=1):
+        images, labels, *_ = data.load(root, "nowhere", 16, crop="resized", flip=True, workers=workers)
+        assert isinstance(images, data.Files) and images.shape == (24, 3, 16, 16)
+        return list(data.training_batches(images, labels, index, 4, 2, range(first, 4), 7, rank, world, 1))
+
+    one = batches(0, 0)
+    assert len(one) == 4 and one[0][0].dtype == torch.uint8 and [len(t) for t in one[0]] == [4, 4, 8]
+    for again in batches(2, 0), [None, None, *batches(1, 2)]:
+        for a, b in zip(one, again):
+            assert b is None or all(map(torch.equal, a, b))
+    for rank in 0, 1:
+        for whole, half in zip(one, batches(0, 0, rank, 2)):
+            assert all(torch.equal(w.chunk(2)[rank], h) for w, h in zip(whole, half))
+    first = {y.item(): x for x, y in zip(one[0][0], one[0][1])}
+    assert any(not torch.equal(x, first[y.item()]) for x, y in zip(one[1][0], one[1][1]))
+
+
+def test_pieces_have_s4ls_areas_and_shapes_and_flips(tmp_path):
+    """A picture whose red tells the row and whose green tells the column: a piece shows where it was cut out."""
+    side = 200
+    rows, cols = np.mgrid[:side, :side]
+    Image.fromarray(np.stack([rows, cols, 0 * rows], -1).astype(np.uint8)).save(tmp_path / "map.png")
+    files = data.Files([str(tmp_path / "map.png")], 32, "resized", True, 0)
+    areas, aspects, flips = [], [], 0
+    for seed in range(300):
+        piece = files[0, seed].double()                         # (32, 32, 3)
+        assert torch.equal(files[0, seed].double(), piece)
+        height, width = ((piece[-1, 16, 0] - piece[0, 16, 0]) * 32 / 31).item(), ((piece[16, -1, 1] - piece[16, 0, 1]) * 32 / 31).item()
+        flips += width < 0
+        areas.append(height * abs(width) / side ** 2)
+        aspects.append(abs(width) / height)
+    assert 0.04 < min(areas) < 0.12 and 0.9 < max(areas) < 1.1 and 0.4 < np.mean(areas) < 0.6
+    assert 0.68 < min(aspects) < 0.85 and 1.2 < max(aspects) < 1.45 and 100 < flips < 200
+    files = data.Files([str(tmp_path / "map.png")], 32, "resized", False, 0)
+    assert all(files[0, seed][16, -1, 1] > files[0, seed][16, 0, 1] for seed in range(30))      # no flip where none is asked for
+
+
+def test_test_pictures_are_scaled_to_256_of_224_and_cropped_in_the_middle(tmp_path):
+    rows, cols = np.mgrid[:256, :320]
+    Image.fromarray(np.stack([rows, cols // 2, 0 * rows], -1).astype(np.uint8)).save(tmp_path / "map.png")
+    for image in data.decode(tmp_path / "map.png", 224, "resized"), data.Files([str(tmp_path / "map.png")], 224, "resized", True, 0)[0, None].numpy():
+        assert image.shape == (224, 224, 3)
+        assert image[:, :, 0].tolist() == rows[16:240, 48:272].tolist() and image[:, :, 1].tolist() == (cols // 2)[16:240, 48:272].tolist()
+    assert data.decode(tmp_path / "map.png", 128)[0, 0, 0] <= 1 and data.decode(tmp_path / "map.png", 128)[-1, 0, 0] >= 253     # pad: the whole height
+
+
+def test_memory_decides_and_a_line_tells(tmp_path, monkeypatch, capsys):
+    root = make_folder(tmp_path / "pictures", n=2)
+    size = 8 * 3 * 16 * 16
+    for free, kind in (2 * size + 1, torch.Tensor), (2 * size - 1, data.Files):
+        monkeypatch.setattr(data, "free_memory", lambda device: free)
+        images, labels, parts, classes = data.load(root, "nowhere", 16)
+        assert isinstance(images, kind) and len(images) == len(labels) == 8
+        assert ("held in memory" in capsys.readouterr().out) == (kind is torch.Tensor)
+    assert isinstance(data.load(root, "nowhere", 16, stream=False)[0], torch.Tensor)
+    with pytest.raises(SystemExit, match="--nostream: --crop resized"):
+        data.load(root, "nowhere", 16, stream=False, crop="resized")
+    for flags in dict(stream=True), dict(crop="resized"), dict(labels_file="x"):
+        with pytest.raises(SystemExit, match="is for folders of pictures"):
+            data.load("digits", "nowhere", **flags)
+
+
+def test_broken_files_on_disk_are_found_before_and_while_training(tmp_path, capsys):
+    root = make_folder(tmp_path / "pictures", n=6)
+    bad = tmp_path / "pictures" / "train" / "ö" / "bad.jpg"
+    rng = np.random.default_rng(0)
+    Image.fromarray(rng.integers(0, 256, (64, 64, 3), np.uint8)).save(bad)
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[:len(whole) // 2])                    # its head is good
+    with pytest.raises(SystemExit, match="1 images cannot be read, .*bad.jpg"):
+        data.load(root, "nowhere", 16, stream=True)
+    images, *_ = data.load(root, "nowhere", 16, skip_broken=True, stream=True)
+    assert len(images) == 24 and "going on without 1 images" in capsys.readouterr().out
+    bad.write_bytes(whole)
+    flags = dict(dataset=root, labels=4, image_size=16, steps=3, batch=4, arch="wrn-10-0.25", device="cpu", stream=True)
+    real = training.draw_split
+
+    def damage(*args):
+        for file in (tmp_path / "pictures" / "train").rglob("*.png"):
+            file.write_bytes(b"")
+        return real(*args)
+
+    for workers in 0, 1:
+        make_folder(tmp_path / f"again{workers}", n=6)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(training, "draw_split", damage)
+            with pytest.raises(SystemExit, match="^cannot read .*png any more: ") as stop:
+                train_crae.train(**flags, workers=workers, out=str(tmp_path / f"run{workers}"))
+        assert "\n" not in str(stop.value)
+        for file in (tmp_path / "pictures" / "train").rglob("*.png"):
+            file.write_bytes((tmp_path / f"again{workers}" / file.relative_to(tmp_path / "pictures")).read_bytes())
+
+
+def test_labels_from_a_list_of_files(tmp_path):
+    root = make_folder(tmp_path / "pictures", n=5)
+    for c in "a b", "ö":
+        for i in range(5):
+            (tmp_path / "pictures" / "train" / c / f"{i}.png").rename(tmp_path / "pictures" / "train" / c / f"{c[0]}_{i}.png")
+    listed = tmp_path / "list.txt"
+    for text in "a_1.png\nö_3.png\nö_4.png\n", "a b/a_1.png\n\nö/ö_3.png\n./train/ö/ö_4.png":
+        listed.write_text(text)
+        for stream in False, True:
+            images, labels, parts, _ = data.load(root, "nowhere", 16, labels_file=listed, stream=stream)
+            split = data.make_split(labels, parts, None, 2, seed=0)
+            assert split["labeled"].tolist() == [1, 8, 9] and len(split["validation"]) == 2 and len(split["unlabeled"]) == 5
+            assert sorted(np.concatenate([split[k] for k in ("labeled", "unlabeled", "validation")])) == list(range(10))
+    for text, message in ("a_1.png\nx.png\ny.png", "x.png is not among the training images; 1 more like it"), ("", "names no image"):
+        listed.write_text(text)
+        with pytest.raises(SystemExit, match=message):
+            data.load(root, "nowhere", 16, labels_file=listed)
+    (tmp_path / "pictures" / "train" / "ö" / "a_1.png").write_bytes((tmp_path / "pictures" / "train" / "ö" / "ö_3.png").read_bytes())
+    listed.write_text("a_1.png")
+    with pytest.raises(SystemExit, match="is the name of several training images"):
+        data.load(root, "nowhere", 16, labels_file=listed)
+    listed.write_text("a b/a_1.png\nö_3.png")
+    row = train_crae.train(dataset=root, labels_file=str(listed), image_size=16, steps=1, batch=2, arch="wrn-10-0.25", device="cpu",
+                           out=str(tmp_path / "run"))
+    assert row["step"] == 1 and np.load(tmp_path / "run" / "split.npz")["labeled"].tolist() == [1, 9]
+    with pytest.raises(SystemExit, match="leave one of them out"):
+        train_crae.train(dataset=root, labels_file=str(listed), labels=4)
+
+
+# ---------------------------------------------------------------- ImageNet
+
+
+def imagenet(tmp_path, n=6):
+    """A small stand-in with the layout of ILSVRC-2012: train/<wnid>/ and val/<wnid>/."""
+    make_folder(tmp_path / "ilsvrc", ("train", "val"), classes=[f"n0000000{c}" for c in range(3)], n=n)
+    return str(tmp_path / "ilsvrc")
+
+
+def test_imagenet_labels_are_the_papers_numbers():
+    assert presets.imagenet_labeled("1%") == 13_762 and presets.imagenet_labeled("10%") == 128_866
+    assert presets.imagenet_labeled("50%") == 640_584 and presets.imagenet_labeled(13_000) == 13_000
+    one, ten = (presets.for_dataset("imagenet", k) for k in ("1%", "10%"))
+    table = dict(validation=(5005, 50046), lr=(0.01, 0.1), weight_decay=(0.01, 0.001), steps=(53_000, 100_600), epoch=(53, 503))
+    for name, values in table.items():
+        assert (one[name], ten[name]) == values, name
+    for preset in one, ten:
+        assert (preset["arch"], preset["batch"], preset["optimizer"], preset["ema"], preset["bn_momentum"], preset["rot_dim"]) == (
+            "resnet50v2", 256, "sgd", None, 0.01, 16)
+    assert presets.for_dataset("imagenet")["labels"] == "10%" and presets.for_dataset("imagenet", 13_000)["lr"] == 0.01
+    assert presets.for_dataset("imagenet", "1%", batch=512)["epoch"] == 26 and presets.for_dataset("imagenet", "1%", batch=512)["steps"] == 26_000
+
+
+def test_imagenet_split_is_s4ls(monkeypatch):
+    """Drawn whatever the class, and the unlabelled images are all of train."""
+    labels = torch.cat([torch.zeros(3000), torch.ones(1000), torch.arange(2)]).long()
+    parts = dict(train=np.arange(4000), test=np.arange(4000, 4002))
+    monkeypatch.setitem(presets.IMAGENET_LABELED, "1%", 400)
+    config = dict(dataset="imagenet", labels="1%", validation=50, seed=0)
+    split = training.draw_split(config, labels, parts)
+    assert len(split["labeled"]) == 400 and len(split["validation"]) == 50 and not set(split["labeled"]) & set(split["validation"])
+    assert np.array_equal(split["unlabeled"], parts["train"])
+    counts = {np.sum(labels.numpy()[training.draw_split(config | dict(seed=s), labels, parts)["labeled"]] == 0) for s in range(20)}
+    assert len(counts) > 5 and all(250 < n < 350 for n in counts)               # not balanced to the image
+    assert np.array_equal(split["labeled"], training.draw_split(config, labels, parts)["labeled"])
+    elsewhere = training.draw_split(config | dict(dataset="pictures", labels="10%"), labels, parts)     # that share, balanced, disjoint
+    assert np.bincount(labels.numpy()[elsewhere["labeled"]]).tolist() == [300, 100] and len(elsewhere["unlabeled"]) == 4000 - 400 - 50
+
+
+@pytest.mark.parametrize("script, flags", [(train_crae, {}), (train_baselines, dict(method="s4l")), (train_baselines, dict(method="labeled_only"))])
+def test_imagenet_from_end_to_end(tmp_path, monkeypatch, script, flags):
+    """The preset as it is but for sizes: streaming, S4L's crops, SGD with warm-up and steps down, no average, top-5."""
+    monkeypatch.setitem(presets.IMAGENET_LABELED, "1%", 8)
+    monkeypatch.setitem(presets.imagenet_1, "validation", 3)
+    row = script.train(dataset="imagenet", data_dir=imagenet(tmp_path), labels="1%", batch=4, steps=10, image_size=32, arch="wrn-10-0.25",
+                       device="cpu", out=str(tmp_path / "run"), **flags)
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["resolved"]["images"] == dict(labeled=8, unlabeled=18, validation=3, test=18) and config["epoch"] == 2
+    assert config["resolved"]["rotation_heads"] == (3 if script is train_crae else int(flags["method"] == "s4l"))
+    assert row["lr"] == pytest.approx(0.01 * 1e-3) and row["test_error"] == row["test_error_raw"] == row["median_test_error"]
+    saved = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
+    assert all(torch.equal(saved["net"][k], saved["ema"][k]) for k in saved["net"])
+    group, _ = saved["optimizer"]["param_groups"]
+    assert group["momentum"] == 0.9 and not group["nesterov"] and group["weight_decay"] == 0.01
+
+
+def test_imagenet_that_is_not_there(tmp_path):
+    with pytest.raises(SystemExit, match="--data_dir .*: has no train/<wnid>/ and val/<wnid>/ of ILSVRC-2012, nor its archives") as stop:
+        data.load("imagenet", str(tmp_path), 32, crop="resized")
+    assert "\n" not in str(stop.value)
+
+
+def test_methods_with_several_views_are_refused_where_there_is_one(tmp_path):
+    for method in train_baselines.SEVERAL_VIEWS:
+        with pytest.raises(SystemExit, match=f"--method {method}: needs several views"):
+            train_baselines.train(method=method, dataset="imagenet", data_dir=str(tmp_path), labels="1%", device="cpu")

@@ -47,7 +47,7 @@ def test_a_dataset_that_has_changed_is_refused(run, tmp_path):
     for name in "config.json", "model.pt", "split.npz":
         (copied / name).write_bytes((run / name).read_bytes())
     split = dict(np.load(run / "split.npz"))
-    np.savez(copied / "split.npz", **split | dict(labeled=split["labeled"][1:]))
+    np.savez(copied / "split.npz", **split | dict(images=split["images"] - 1))
     with pytest.raises(SystemExit, match="other images or classes now"):
         call("test", copied)
 
@@ -149,3 +149,41 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             call(*words)
         assert isinstance(stop.value.code, str) and message in stop.value.code and "\n" not in stop.value.code
+
+
+def test_a_first_stage_is_refused(tmp_path):
+    import train_baselines
+    train_baselines.train(method="fine_tune", steps=1, batch=4, arch="wrn-10-0.25", device="cpu", out=str(tmp_path / "run"))
+    for what in "test", "predict", "export":
+        with pytest.raises(SystemExit, match="is the first stage of fine_tune"):
+            evaluate.evaluate(what, str(tmp_path / "run" / "pretrain"), *(["x"] if what == "predict" else []), device="cpu")
+
+
+def test_the_confusion_picture_has_the_true_class_in_rows(tmp_path, monkeypatch):
+    shown = []
+    real = evaluate.plt.Axes.imshow
+    monkeypatch.setattr(evaluate.plt.Axes, "imshow", lambda axes, x, **kwargs: shown.append((axes, x)) or real(axes, x, **kwargs))
+    evaluate.draw_confusion(torch.tensor([[8, 2], [0, 5]]), ["a", "b"], "title", tmp_path / "x.png")
+    axes, matrix = shown[0]
+    assert matrix.tolist() == pytest.approx(np.array([[0.8, 0.2], [0.0, 1.0]])) and axes.get_ylabel() == "true class"
+    assert {(t.get_position(), t.get_text()) for t in axes.texts} == {((0, 0), "8"), ((1, 0), "2"), ((1, 1), "5")}     # (column, row)
+
+
+def test_a_run_from_disk_is_tested_and_predicts_with_its_own_crop(tmp_path):
+    rows, cols = np.mgrid[:64, :64]
+    for part in "train", "test":
+        for k in range(2):
+            (tmp_path / "pictures" / part / f"class {k}").mkdir(parents=True)
+            for i in range(4):
+                picture = np.stack([4 * rows, 4 * cols, 0 * rows + 60 * i + 10 * k], -1).astype(np.uint8)
+                Image.fromarray(picture).save(tmp_path / "pictures" / part / f"class {k}" / f"{i}.png")
+    row = train_crae.train(dataset=str(tmp_path / "pictures"), labels=4, crop="resized", image_size=32, steps=2, batch=2, arch="wrn-10-0.25",
+                           device="cpu", out=str(tmp_path / "run"))
+    assert evaluate.evaluate("test", str(tmp_path / "run"), device="cpu")["error"] == row["test_error"]
+    net, saved = evaluate.load_model(tmp_path / "run")
+    file = tmp_path / "pictures" / "test" / "class 1" / "3.png"
+    evaluate.evaluate("predict", str(tmp_path / "run"), str(file), out=str(tmp_path / "p.csv"), device="cpu")
+    x = torch.as_tensor(data.decode(file, 32, "resized").copy()).permute(2, 0, 1)[None]
+    assert not np.array_equal(data.decode(file, 32, "resized"), data.decode(file, 32))
+    answer = list(csv.DictReader((tmp_path / "p.csv").open()))[0]
+    assert float(answer["probability"]) == pytest.approx(evaluate.probabilities(net, x, "cpu").max().item(), abs=1e-5)

@@ -290,6 +290,15 @@ def test_one_pass_updates_the_running_statistics_and_it_is_the_papers(method):
         assert torch.equal(updating[0], data.scale(x_l.roll(1, 3)))             # the labelled images' first view
     else:
         assert len(updating[0]) == {"s4l": 4 * 32, "fixmatch": 16 + 2 * 2 * 16, "mixup": 16, "mixmatch": 16}[method]
+    first, others = updating[0], [x for x, tracked in passes if not tracked]
+    if method == "mixup":                                       # mixed labelled images: nearer to their own than to any unlabelled one
+        x = data.scale(torch.cat([x_l.roll(1, 3), x_u.roll(1, 3)])).flatten(1)
+        assert all((x - image.flatten()).norm(dim=1).argmin() < len(x_l) for image in first)
+    if method == "mixmatch":                                    # each of the three is a mixture of labelled and unlabelled ones
+        views = [data.scale(v).flatten(1) for v in (x_l.roll(1, 3), x_u.roll(2, 3), x_u.roll(3, 3))]
+        for x in first, *others[-2:]:
+            nearest = torch.stack([torch.cat([(v - image.flatten()).norm(dim=1).min()[None] for v in views]) for image in x]).argmin(1)
+            assert len(nearest.unique()) > 1
 
 
 def test_the_teacher_is_used_in_training_mode_with_its_batch_statistics():
@@ -395,6 +404,16 @@ def test_vats_direction_has_norm_epsilon_and_is_worse_than_a_random_one():
     with torch.autocast("cpu", torch.bfloat16):                 # as on a GPU: the direction is still looked for in float32
         half = tb.worst_direction(net, x, 6.0, torch.Generator().manual_seed(0))
     torch.testing.assert_close(half, r)
+
+
+@pytest.mark.parametrize("size", [1e6, 1.0, 1e-12, 1e-25, 1e-40])
+def test_a_direction_has_norm_1_however_small_its_gradient_was(size):
+    d = torch.randn(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    unit = tb.unit(size * d)
+    torch.testing.assert_close(unit.flatten(1).norm(dim=1), torch.ones(5))
+    tolerance = 1e-3 if size == 1e-40 else 1e-6                 # float32 has few digits left down there
+    torch.testing.assert_close(unit, d / d.flatten(1).norm(dim=1).view(-1, 1, 1, 1), atol=tolerance, rtol=tolerance)
+    assert not tb.unit(0 * d).any()
 
 
 def test_mixmatchs_guess_and_mixed_batch_against_a_loop():
@@ -554,7 +573,7 @@ def test_fixmatch_has_its_own_optimiser_schedule_and_ratio(tmp_path, monkeypatch
     assert row["lr"] == pytest.approx(0.03 * math.cos(7 * math.pi * 3 / 4 / 16), rel=1e-5)
     assert row["images_per_second"] == pytest.approx(4 * 24 / row["seconds"], rel=1e-4)
     net = make_model("wrn-10-0.25", 10, 0, aux=False)
-    optimizer = tb.sgd(net, 0.03, 5e-4)
+    optimizer = training.make_sgd(net, 0.03, 5e-4, nesterov=True)
     assert all(g["momentum"] == 0.9 and g["nesterov"] for g in optimizer.param_groups)
     for p in net.parameters():
         p.data += 0.5
@@ -648,13 +667,14 @@ def test_constants_are_the_protocols():
     def of(table, method, *names):
         return tuple(table[method].get(name) for name in names)
 
-    for table, pi, pl, mx, mt, ic, mm in ((tb.CIFAR10, (20, None), 1, 0.75, (50, 0.2), (1000, 0.75), 75),
-                                          (tb.CIFAR100, (20, None), 1, 0.75, (50, 0.2), (1000, 0.75), 150),
+    for table, pi, pl, mx, mt, ic, mm in ((tb.CIFAR10, (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), 75),
+                                          (tb.CIFAR100, (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), 150),
                                           (tb.SVHN, (5, 0.2), 2, 0.25, (150, 0.02), (20, 0.5), 250)):
         assert of(table, "pi_model", "weight", "weight_decay") == of(table, "swa", "weight", "weight_decay") == pi
         assert of(table, "pseudo_label", "weight", "threshold") == (pl, 0.95)
         assert of(table, "mixup", "weight", "beta") == (1, mx)
-        assert of(table, "vat", "weight", "epsilon", "entropy_weight") == (0.3, 6, 0.06)
+        assert of(table, "vat", "weight", "epsilon", "entropy_weight", "weight_decay") == (0.3, 6, 0.06, 0.02)
+        assert of(table, "fixmatch", "weight_decay") == (1e-3 if table is tb.CIFAR100 else 5e-4,)
         assert of(table, "mean_teacher", "weight", "weight_decay") == mt
         assert of(table, "ict", "weight", "beta") == ic
         assert of(table, "mixmatch", "weight", "beta", "temperature") == (mm, 0.75, 0.5)
@@ -666,7 +686,7 @@ def test_constants_are_the_protocols():
     ("cifar10", "mean_teacher", dict(weight=50, weight_decay=0.2, lr=0.002, ema=0.999, labels=250, paper="47.32 %, quoted from mixmatch")),
     ("cifar10", "s4l", dict(weight=1, weight_decay=0.02, paper="32.66 %")),
     ("cifar100", "mixmatch", dict(weight=150, weight_decay=0.04, paper="25.88 %, quoted from mixmatch")),
-    ("cifar100", "swa", dict(weight=20, paper="28.80 %, quoted from fast-swa")),
+    ("cifar100", "swa", dict(weight=20, weight_decay=0.02, paper="28.80 %, quoted from fast-swa")),
     ("svhn", "pi_model", dict(weight=5, weight_decay=0.2)), ("svhn_extra", "vat", dict(weight=0.3, weight_decay=0.02)),
     ("digits", "fixmatch", dict(weight=1, lr=0.03, weight_decay=5e-4, paper=None)),
 ])
@@ -721,7 +741,7 @@ def test_twenty_images_can_be_overfitted(method, few, tmp_path, monkeypatch):
     monkeypatch.setattr(tb, "MU", 2)
     lr = None if method == "fixmatch" else 0.005
     row = tb.train(method=method, dataset=few, arch="wrn-10-1", steps=200, batch=20, lr=lr, out=str(tmp_path / "run"), device="cpu")
-    assert row["test_error"] == 0, row
+    assert row["test_error"] <= 5, row                          # rounding decides about one of the twenty; chance is 90
     assert row["loss_class"] < (1.2 if method in ("mixup", "mixmatch", "ict") else 0.3)  # mixed labels have entropy; ICT's weight is 1000
     assert row["unlabeled_error"] is None and row["val_error"] is None
 
@@ -739,9 +759,10 @@ def test_every_method_as_a_subprocess(method, tmp_path):
         {"pretrain"} if method == "fine_tune" else set())
     header, row = (line.split(",") for line in (folder / "log.csv").read_text().splitlines())
     assert header == ["step", "epoch", "seconds", "images_per_second", "lr", *(f"loss_{t}" for t in TERMS[method]),
-                      "rotation_accuracy", "unlabeled_error", "val_error", "test_error", "test_error_raw"]
+                      "rotation_accuracy", "unlabeled_error", "val_error", "test_error", "test_error_raw", "test_top5_error"]
     values = dict(zip(header, row))
-    assert all(math.isfinite(float(v)) for k, v in values.items() if k != "rotation_accuracy")
+    assert all(math.isfinite(float(v)) for k, v in values.items() if k not in ("rotation_accuracy", "test_top5_error"))
+    assert values["test_top5_error"] == ""                      # of ten classes five are half
     assert (values["rotation_accuracy"] != "") == (method == "s4l")
 
 
@@ -782,11 +803,13 @@ def test_a_stopped_run_continues_to_the_same_bits(method, tmp_path, monkeypatch,
 
 def test_only_methods_without_a_schedule_can_be_made_longer(tmp_path):
     quick = dict(batch=2, arch="wrn-10-0.25", device="cpu")
-    for method in "s4l", "pi_model":
+    for method in METHODS:
         tb.train(method=method, steps=2, out=str(tmp_path / method), **quick)
-    tb.train(method="s4l", steps=3, resume=True, out=str(tmp_path / "s4l"), **quick)
-    with pytest.raises(SystemExit, match="--steps 3: the run in .* has 2"):
-        tb.train(method="pi_model", steps=3, resume=True, out=str(tmp_path / "pi_model"), **quick)
+        if method in ("labeled_only", "s4l", "mixup"):
+            assert tb.train(method=method, steps=3, resume=True, out=str(tmp_path / method), **quick)["step"] == 3
+        else:
+            with pytest.raises(SystemExit, match="--steps 3: the run in .* has 2"):
+                tb.train(method=method, steps=3, resume=True, out=str(tmp_path / method), **quick)
 
 
 # ---------------------------------------------------------------- the command line
@@ -816,3 +839,12 @@ def test_bad_input_is_one_line_before_any_work(flags, word, tmp_path, monkeypatc
         training.command_line(tb.train, flags.split())
     assert isinstance(stop.value.code, str) and "\n" not in stop.value.code and word in stop.value.code
     assert not list(tmp_path.iterdir()) and capsys.readouterr().out == ""
+
+
+def test_the_first_stage_has_the_presets_bn_momentum_and_learns_all_but_the_classifier(tmp_path, monkeypatch):
+    nets, real = [], training.fit
+    monkeypatch.setattr(training, "fit", lambda net, *rest, **loop: nets.append(copy.deepcopy(net)) or real(net, *rest, **loop))
+    tb.train(method="fine_tune", steps=1, batch=4, arch="wrn-10-0.25", device="cpu", out=str(tmp_path / "run"))
+    assert [net.backbone.bn.momentum for net in nets] == [presets.digits["bn_momentum"]] * 2
+    assert {name for name, p in nets[0].named_parameters() if not p.requires_grad} == {"classifier.weight", "classifier.bias"}
+    assert all(p.requires_grad for p in nets[1].parameters())

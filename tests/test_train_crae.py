@@ -295,7 +295,7 @@ def test_the_script_from_start_to_end(tmp_path):
     assert config["resolved"]["rotation_heads"] == 10 and config["resolved"]["image_size"] == 8
     header = (folder / "log.csv").read_text().splitlines()[0]
     assert header == ("step,epoch,seconds,images_per_second,lr,loss_class,loss_aux,loss_ext1,loss_rotation,"
-                      "rotation_accuracy,unlabeled_error,val_error,test_error,test_error_raw")
+                      "rotation_accuracy,unlabeled_error,val_error,test_error,test_error_raw,test_top5_error")
     again = run("--plus", *QUICK, "--lr", "1e-3", cwd=tmp_path)
     assert again.returncode != 0 and "--resume" in again.stderr
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -340,7 +340,7 @@ BAD = {
     "--steps 0": "--steps", "--batch 0": "--batch", "--lr 0": "--lr", "--lr nan": "--lr", "--lr fast": "--lr",
     "--weight_decay -1": "--weight_decay", "--eta 0": "--eta", "--eta2 -1": "--eta2", "--temperature 2": "--temperature",
     "--device cuda:99": "--device", "--device tpu9": "--device", "--select best": "marginal, random", "--heads -1": "--heads",
-    "--heads 3": "--heads", "--heads 0 --plus": "--heads", "--entmin --plus": "--entmin", "--entmin --ext1": "--entmin", "--rot_dim 0": "--rot_dim", "--seed -1": "--seed",
+    "--heads 3": "--heads", "--heads 0 --plus": "--heads", "--entmin --plus": "--entmin", "--entmin --ext1": "--entmin", "--rot_dim -1": "--rot_dim", "--seed -1": "--seed",
     "--image_size 4": "--image_size", "--plus - --seed 1": "lone", "--noplus=3": "--noplus", "--flip 1": "--flip",
     "--out train_crae.py": "--out", "--resume --out folder": "--out", "--out": "--out: needs", "--noout": "--noout",
     "--normalize": "--normalize", "--device meta": "--device", "--seed 4294967296": "--seed", "--lr 1e400": "--lr",

@@ -2,10 +2,13 @@
 import csv
 import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -170,6 +173,104 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(t
     assert [r["step"] for r in csv.DictReader((tmp_path / "run" / "log.csv").open())] == ["2"]
 
 
+# ---------------------------------------------------------------- learning rate, memory, precision
+
+
+def test_steps_down_is_s4ls_schedule():
+    """The table's epochs: warm-up 10 of 1000, tenths at 700, 800, 900."""
+    def at(epoch):
+        return training.steps_down(epoch * 53 / (1000 * 53), 10 / 1000, [0.7, 0.8, 0.9])
+
+    expected = {0: 0, 5: 0.5, 10: 1, 699: 1, 700: 0.1, 799: 0.1, 800: 0.01, 900: 0.001, 999: 0.001}
+    assert {epoch: at(epoch) for epoch in expected} == pytest.approx(expected)
+    assert training.steps_down(0, 0, []) == training.steps_down(0.99, 0, []) == 1
+
+
+def test_sgd_is_s4ls():
+    net = make_model("wrn-10-1", 10, 10)
+    before = {}
+    for name, p in net.named_parameters():
+        p.data += 0.5
+        p.grad = torch.ones_like(p)
+        before[name] = p.detach().clone()
+    optimizer = training.make_sgd(net, lr=0.1, weight_decay=0.2)
+    for _ in range(2):
+        optimizer.step()
+    for name, p in net.named_parameters():
+        decay = 0.2 if name.endswith("weight") and ".bn" not in name else 0.0
+        g1 = 1 + decay * before[name]                           # L2: part of the gradient, and so of the momentum
+        w1 = before[name] - 0.1 * g1
+        torch.testing.assert_close(p.detach(), w1 - 0.1 * (0.9 * g1 + 1 + decay * w1), msg=name)
+
+
+def test_a_run_whose_learning_rate_decays_cannot_be_made_longer(tmp_path, monkeypatch):
+    monkeypatch.setitem(presets.digits, "decay_at", [0.5])
+    flags = dict(batch=2, arch="wrn-10-0.25", out=str(tmp_path / "run"), device="cpu")
+    assert train_crae.train(**flags, steps=2)["lr"] == pytest.approx(0.0002)
+    with pytest.raises(SystemExit, match="--steps 3: the run in .* has 2"):
+        train_crae.train(**flags, steps=3, resume=True)
+
+
+@pytest.mark.parametrize("plus", [False, True])
+def test_a_step_that_the_device_would_not_hold_is_said_before_it(tmp_path, monkeypatch, capsys, plus):
+    flags = dict(plus=plus, steps=1, batch=8, arch="wrn-10-1", device="cpu")
+    needs = []
+    for k, accumulate in enumerate([1, 2]):
+        monkeypatch.setattr(data, "free_memory", lambda device: 1)
+        train_crae.train(**flags, accumulate=accumulate, out=str(tmp_path / f"{plus}{k}"))
+        output = capsys.readouterr().out
+        assert output.index("note: a step would need about") < output.index("step 1/1")
+        monkeypatch.setattr(data, "free_memory", lambda device: 10 ** 12)
+        train_crae.train(**flags, accumulate=accumulate, out=str(tmp_path / f"fits{plus}{k}"))
+        assert "would need" not in capsys.readouterr().out
+        net, gen = make_model("wrn-10-1", 10, 10), torch.Generator()
+        config = dict(batch=8, accumulate=accumulate, optimizer="adam")
+        objective = partial(train_crae.crae_plus if plus else train_crae.crae, select="marginal", eta=1.0, eta2=1.0, temperature=0.5)
+        lines = []
+        monkeypatch.setattr("builtins.print", lambda text, **_: lines.append(text))
+        for free in 2 ** 20, 2 ** 24, 2 ** 28:
+            monkeypatch.setattr(data, "free_memory", lambda device: free)
+            training.warn_of_memory(net, objective, 32, config, nullcontext, partial(data.augment, flip=False, gen=gen), gen, 1)
+        monkeypatch.undo()
+        assert len(lines) >= 2 and "--accumulate 8" in lines[0]
+        x, y = torch.zeros(16 // accumulate, 3, 32, 32, dtype=torch.uint8), torch.zeros(8 // accumulate, dtype=torch.long)
+        kept = training.kept_for_backward(net, lambda: objective(net, x[:len(y)], y, x[len(y):], augment=lambda x: x, gen=gen))
+        needs.append(kept)
+        said = float(re.search(r"about ([\d.]+) GiB", lines[-1])[1]) * 2 ** 30
+        assert said == pytest.approx(kept + 3 * 4 * sum(p.numel() for p in net.parameters()), rel=0.1, abs=0.06 * 2 ** 30)
+    assert needs[0] == pytest.approx(2 * needs[1], rel=0.05)
+
+
+def test_what_is_kept_for_the_gradients_is_counted():
+    layer = torch.nn.Linear(100, 10)
+    assert training.kept_for_backward(layer, lambda: layer(torch.zeros(50, 100)).relu()) == 4 * (50 * 100 + 50 * 10)
+
+
+@pytest.mark.parametrize("precision, dtype", [(None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_precision(tmp_path, monkeypatch, precision, dtype):
+    seen = []
+    real = train_crae.crae
+
+    def look(model, *rest, **kwargs):
+        model.classifier.register_forward_hook(lambda m, x, y: seen.append(y.dtype))
+        return real(model, *rest, **kwargs)
+
+    monkeypatch.setattr(train_crae, "crae", look)
+    row = train_crae.train(precision=precision, steps=1, batch=4, arch="wrn-10-0.25", device="cpu", out=str(tmp_path / "run"))
+    assert seen[0] == dtype and row["loss_class"] > 0
+    assert all(v.dtype != torch.bfloat16 for v in torch.load(tmp_path / "run" / "model.pt", weights_only=True)["state"].values())
+
+
+def test_a_compiled_network_trains_as_the_other_and_is_saved_without_traces(tmp_path):
+    flags = dict(plus=True, steps=3, batch=4, arch="wrn-10-0.25", device="cpu")
+    rows = [train_crae.train(**flags, compile=c, out=str(tmp_path / str(c))) for c in (False, True)]
+    for name in "loss_class", "loss_rotation", "loss_ext1":
+        assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3)
+    saved = [torch.load(tmp_path / str(c) / "last.pt", weights_only=True)["net"] for c in (False, True)]
+    assert saved[0].keys() == saved[1].keys()
+    assert train_crae.train(**flags | dict(steps=4), resume=True, out=str(tmp_path / "True"))["step"] == 4
+
+
 # ---------------------------------------------------------------- evaluation
 
 
@@ -209,10 +310,13 @@ def test_error_is_the_test_classifiers_on_upright_images():
     net = make_model("wrn-10-1", 10, 10).eval()
     index = torch.arange(1100, 1797)
     with torch.inference_mode():
-        predicted = torch.stack([classify(net, data.scale(images[i:i + 1])).argmax() for i in index])
-        assert training.error(net, images, labels, index) == pytest.approx(
+        logits = torch.cat([classify(net, data.scale(images[i:i + 1])) for i in index])
+        predicted = logits.argmax(1)
+        five = [labels[i].item() not in sorted(range(10), key=lambda c: -row[c])[:5] for i, row in zip(index, logits.tolist())]
+        assert training.errors(net, images, labels, index)[1] == pytest.approx(100 * sum(five) / len(five))
+        assert training.errors(net, images, labels, index)[0] == pytest.approx(
             100 * (predicted != labels[index]).float().mean().item())
-        assert training.error(net, images, labels, index[:0]) is None
+        assert training.errors(net, images, labels, index[:0]) == (None, None)
 
 
 def test_which_model_is_scored_on_which_images():
@@ -228,9 +332,10 @@ def test_which_model_is_scored_on_which_images():
     with torch.inference_mode():
         unlabeled = training.score_unlabeled(ema, images, labels, index["sample"], 10, log_p_z)
         assert torch.equal(matrix, unlabeled.pop("diversity"))
-        expected = unlabeled | dict(val_error=training.error(ema, images, labels, index["validation"]),
-                                    test_error=training.error(ema, images, labels, index["test"]),
-                                    test_error_raw=training.error(net, images, labels, index["test"]))
+        expected = unlabeled | dict(val_error=training.errors(ema, images, labels, index["validation"])[0],
+                                    test_error=training.errors(ema, images, labels, index["test"])[0],
+                                    test_error_raw=training.errors(net, images, labels, index["test"])[0],
+                                    test_top5_error=None)
         assert scores == expected and scores["test_error"] != scores["test_error_raw"]
         assert unlabeled != {k: v for k, v in training.score_unlabeled(
             net, images, labels, index["sample"], 10, log_p_z).items() if k != "diversity"}
@@ -266,6 +371,7 @@ def test_the_papers_error_stands_beside_a_run_only_in_its_setting():
     assert paper(dataset="cifar10", labels=250) == "10.76 %" and paper(dataset="cifar10", labels=4000) == "5.98 %"
     assert paper("crae", dataset="svhn", labels=1000) == "5.76 %"
     assert paper("ict", dataset="cifar10", labels=4000) == "7.29 %, quoted from ict"
+    assert paper("crae", dataset="imagenet", labels="1%") == "50.74 %"          # 100 - the top-1 accuracy
     assert paper(dataset="cifar10", labels=251) is paper(dataset="digits") is paper(dataset="cifar10", labels=250, steps=20) is None
 
 
@@ -277,7 +383,8 @@ def test_every_method_and_length_of_run_shares_one_split_of_a_seed(tmp_path):
     for i, flags in enumerate([dict(), dict(plus=True), dict(select="random", steps=2), dict(heads=0, arch="wrn-16-0.25")]):
         train_crae.train(**dict(steps=1, arch="wrn-10-0.25") | flags, batch=2, out=str(tmp_path / str(i)), device="cpu")
         with np.load(tmp_path / str(i) / "split.npz") as file:
-            splits.append({k: file[k].tolist() for k in file.files})
+            splits.append({k: file[k].tolist() for k in file.files if k != "images"})
+            assert file["images"] == 1797
     assert all(split == splits[0] for split in splits)
     assert sorted(sum(splits[0].values(), [])) == list(range(1797))             # disjoint, and every image somewhere
 
