@@ -11,9 +11,11 @@ A step's batch may be shared out among processes and parts; every draw is made f
 """
 import functools
 import itertools
+import math
 import os
 import signal
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -138,7 +140,7 @@ def fetch(kind, data_dir, urls, folder, **which):
     """A torchvision dataset: downloaded and checksummed by torchvision where it is not there yet."""
     try:
         return kind(data_dir, download=True, **which)
-    except (OSError, RuntimeError) as error:                    # no network, no space, or a checksum that is wrong
+    except (OSError, RuntimeError, ValueError, EOFError) as error:              # no network, no space, a wrong checksum, damaged files
         sys.exit(f"--data_dir {data_dir}: {kind.__name__} is not there and could not be downloaded "
                  f"({' '.join(str(error).split())[:120]}); fetch {' '.join(urls)} by hand and put it into {folder}")
 
@@ -149,7 +151,7 @@ def load_npz(path):
         with np.load(path, allow_pickle=False) as file:         # no code in it is run
             arrays = {k: file[k] for k in file.files}
     except Exception as error:                                  # whatever a damaged or foreign file makes numpy raise
-        sys.exit(f"--dataset {path}: cannot be read as an .npz file of plain arrays ({error})")
+        sys.exit(f"--dataset {path}: cannot be read as an .npz file of plain arrays ({' '.join(str(error).split())[:120]})")
     if any(k not in arrays for k in ("train_images", "train_labels")):
         sys.exit(f"--dataset {path}: needs the keys train_images and train_labels (and test_images, test_labels); has "
                  + (", ".join(arrays) or "none"))
@@ -208,9 +210,12 @@ def load_folder(root, image_size, skip_broken, labels_file=None, crop="pad", fli
     labels, parts = join_labels(pieces)
     if labels_file:
         parts["labeled"] = find_listed(labels_file, pieces["train"][0])         # train comes first
+    files = [f for files, _ in pieces.values() for f in files]
     if on_disk:
-        return Files([f for files, _ in pieces.values() for f in files], image_size, crop, flip, workers), labels, parts, classes
-    return torch.cat([torch.from_numpy(images[part][good[part]]) for part in pieces]).permute(0, 3, 1, 2), labels, parts, classes
+        return Files(files, image_size, crop, flip, workers), labels, parts, classes
+    images = torch.cat([torch.from_numpy(images[part][good[part]]) for part in pieces]).permute(0, 3, 1, 2)
+    images.files = files                                        # for the fingerprint
+    return images, labels, parts, classes
 
 
 def list_folder(root):
@@ -231,8 +236,8 @@ def list_folder(root):
             sys.exit(f"--dataset {root}: the class folders of train/ and {name}/ differ: {', '.join(differ)}")
         pieces[part] = [p for p, _ in found.samples], np.asarray(found.targets)
     if (root / "unlabeled").is_dir():
-        files = sorted(str(p) for p in (root / "unlabeled").rglob("*")
-                       if p.suffix.lower() in ENDINGS)
+        files = sorted(os.path.join(folder, name) for folder, _, names in os.walk(root / "unlabeled", followlinks=True)
+                       for name in names if name.lower().endswith(ENDINGS))
         pieces["unlabeled"] = files, np.full(len(files), -1)
     val_is_test(pieces)
     return pieces, classes
@@ -317,7 +322,10 @@ def quiet():
 def decode(file, image_size, crop="pad"):
     """Any size, any mode: short side scaled to image_size, centre cropped. S4L: scaled to 256 / 224 of it. (S, S, 3)"""
     short = round(image_size * 256 / 224) if crop == "resized" else image_size
-    return np.asarray(TF.center_crop(TF.resize(open_rgb(file), short, antialias=True), image_size))
+    picture = open_rgb(file)
+    if short ** 2 * max(picture.size) / min(picture.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{picture.width} x {picture.height} pixels are too long and thin")    # scaled it would fill the memory
+    return np.asarray(TF.center_crop(TF.resize(picture, short, antialias=True), image_size))
 
 
 def open_rgb(file):
@@ -440,6 +448,19 @@ def draw(labels, pool, n, rng, at_least=0, uniform=False):
     shares = apportion(counts, n, at_least)
     drawn = np.concatenate([rng.permutation(pool[labels[pool] == c])[:k] for c, k in zip(names, shares)])
     return np.sort(drawn), np.setdiff1d(pool, drawn)
+
+
+def fingerprint(images, labels, parts):
+    """A checksum of all images (of a folder: their names), labels and parts, in their order."""
+    value = zlib.crc32(labels.numpy())
+    for part, index in parts.items():
+        value = zlib.crc32(f"{part} {len(index)}".encode(), value)
+    if hasattr(images, "files"):                                # in memory or not
+        names = "\n".join("/".join(Path(str(file)).parts[-2:]) for file in images.files)
+        return f"{zlib.crc32(names.encode(errors='surrogateescape'), value):08x}"
+    for piece in images.permute(0, 2, 3, 1).split(10_000):
+        value = zlib.crc32(piece.numpy(), value)
+    return f"{value:08x}"
 
 
 def make_split(labels, parts, n_labels, validation, seed, s4l=False):

@@ -8,6 +8,7 @@ A run is finished when it has a model.pt; its folder is written by train_crae.py
 """
 import csv
 import json
+import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -72,7 +73,7 @@ def load_model(run):
         why = "its run is not finished" if (run / "config.json").exists() else "there is no such run"
         sys.exit(f"RUN {run}: has no model.pt: {why}")
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)        # no code in it is run
+        saved = training.read_tensors(path)
         net = make_model(saved["arch"], len(saved["classes"]), rot_heads=0, aux=False)
         net.load_state_dict(saved["state"])
         saved["image_size"], saved["classes"], saved["crop"]
@@ -98,13 +99,13 @@ def test(net, saved, run, data_dir, batch, device):
         config = json.loads((run / "config.json").read_text())
         config |= dict(device=device, data_dir=data_dir or config["data_dir"])
         with np.load(run / "split.npz", allow_pickle=False) as split:
-            index, total = torch.as_tensor(split["test"]), int(split["images"])
+            index = torch.as_tensor(split["test"])
         out = run / "evaluation"
         out.mkdir(exist_ok=True)
     except Exception as error:                                  # a file that is missing, damaged or foreign
-        sys.exit(f"RUN {run}: its config.json or split.npz cannot be used, or evaluation/ not be made ({error})")
-    images, labels, _, classes = training.load_images(config)
-    if classes != saved["classes"] or total != len(labels):
+        sys.exit(f"RUN {run}: its config.json or split.npz cannot be used, or evaluation/ not be made ({training.cause(error)})")
+    images, labels, parts, classes = training.load_images(config)
+    if classes != saved["classes"] or data.fingerprint(images, labels, parts) != config.get("data"):
         sys.exit(f"RUN {run}: its dataset {config['dataset']} has other images or classes now")
     pieces = tqdm(data.in_pieces(images, index, batch, device), "testing", -(-len(index) // batch), disable=None, leave=False)
     p, y = torch.cat([probabilities(net, x, device) for x, _ in pieces]), labels[index]
@@ -183,11 +184,16 @@ def find_images(arguments):
             found.append((argument, None))
             continue
         inside = sorted(p for p in argument.rglob("*") if p.suffix.lower() in data.ENDINGS and not p.is_dir())
-        root = argument.resolve()
-        found += [(p, None if p.resolve().is_relative_to(root) else "a link that leaves the folder") for p in inside]
+        found += [(p, None if stays_in(p, argument) else "a link that leaves the folder") for p in inside]
+        links = [Path(folder, name) for folder, names, _ in os.walk(argument) for name in names if Path(folder, name).is_symlink()]
+        found += [(p, "a link that leaves the folder") for p in sorted(links) if not stays_in(p, argument)]      # what it leads to is not read
         if not inside:
             found.append((argument, f"no pictures in it; their names end in {', '.join(data.ENDINGS)}"))
     return found
+
+
+def stays_in(path, folder):
+    return os.path.realpath(path).startswith(os.path.join(os.path.realpath(folder), ""))
 
 
 def read(item, image_size, crop):

@@ -156,8 +156,8 @@ def check_arch(arch):
     depth, width = int(match[1]), float(match[2])
     if depth < 10 or (depth - 4) % 6:
         sys.exit(f"--arch {arch}: a WideResNet's depth is 6n + 4, that is 10, 16, 22, 28, ...; {depth} is not")
-    if not width:
-        sys.exit(f"--arch {arch}: the width must be more than 0")
+    if not 0 < width <= 100 or depth > 1000:                    # ours: beyond any machine
+        sys.exit(f"--arch {arch}: the width must be more than 0 and at most 100, the depth at most 1000")
 
 
 def classify(net, x):

@@ -5,6 +5,7 @@
     for m in labeled_only fine_tune s4l; do python train_baselines.py --method $m --resume; done
 """
 import math
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -383,7 +384,7 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | str 
     row = training.check_folder(config, longer=method in ("labeled_only", "s4l", "mixup"))     # no value depends on steps
     if row:
         return row
-    in_stage_two = Path(config["out"], "last.pt").exists()
+    in_stage_two = os.path.exists(Path(config["out"], "last.pt"))
     backbone = find_pretrained(pretrained, f"--pretrained {pretrained}", config) if pretrained and not in_stage_two else None
     images, labels, split, classes = training.load_run(config)
     torch.manual_seed(seed)                                     # the initial weights
@@ -402,7 +403,8 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | str 
 
 def stage_one(net, images, labels, split, classes, config):
     """fine_tune: rotation prediction on all training images, none of whose labels is known; the backbone's weights."""
-    training.write_config(config, split, training.resolved_values(net, images, split, classes))         # the run has begun
+    with training.hold(config["out"]):
+        training.write_config(config, split, training.resolved_values(net, images, split, classes))     # the run has begun
     stage = config | dict(method="rotation", out=str(Path(config["out"], "pretrain")), resume=True, paper=None)
     if not training.check_folder(stage, longer=False):
         everything = np.concatenate([split["labeled"], split["unlabeled"]])     # both streams draw from all of them
@@ -417,11 +419,11 @@ def stage_one(net, images, labels, split, classes, config):
 def find_pretrained(path, flag, config):
     """The backbone's weights in a run's folder, its pretrain/, or the file itself; `flag` is whom an error names."""
     places = Path(path), Path(path, "pretrain", "model.pt"), Path(path, "model.pt")
-    file = next((p for p in places if p.is_file()), None)
+    file = next(filter(os.path.isfile, places), None)
     if not file:
         sys.exit(f"{flag}: there is no such file, and no pretrain/model.pt in such a folder")
     try:
-        saved = torch.load(file, map_location="cpu", weights_only=True)
+        saved = training.read_tensors(file)
         method, arch, seed = saved["method"], saved["arch"], saved["seed"]
         trained_on = f"{saved['dataset']} at {saved['image_size']} pixels"
         weights = {k.removeprefix("backbone."): v for k, v in saved["state"].items() if k.startswith("backbone.")}

@@ -24,6 +24,7 @@ import sys
 import time
 import types
 import typing
+import zipfile
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -102,6 +103,7 @@ def command_line(train, argv=None):
         if no_value and hints[name] not in (bool, bool | None):
             sys.exit(f"--{name}: needs a value")
     values = {name: parse(name, text, hints[name]) for name, text in flags.items()}
+    before = {number: signal.signal(number, lambda *_: sys.exit(143)) for number in (signal.SIGTERM, signal.SIGUSR1)}   # until the loop begins
     try:
         return train(*arguments, **values)
     except KeyboardInterrupt:                                   # while data is loaded, or a second Ctrl-C
@@ -114,6 +116,8 @@ def command_line(train, argv=None):
         sys.exit(f"process {rank()} of {world()}: another process of this run has ended ({cause(error)}); what was saved is whole, "
                  "and --resume goes on")
     finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -160,6 +164,9 @@ def resolve(train, flags, method, unnamed=(), constants={}):
         value = flags.get(name)
         if value is not None and not 0 < (float(value.rstrip("%")) if isinstance(value, str) else value) < math.inf:
             sys.exit(f"--{name} {value}: must be more than 0, and finite")
+    for name, most in dict(image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16, steps=2 ** 53).items():   # ours: beyond any machine
+        if (flags.get(name) or 0) > most:
+            sys.exit(f"--{name} {flags[name]}: must be {most} or less")
     if str(flags.get("labels"))[-1] == "%" and float(flags["labels"].rstrip("%")) > 100:
         sys.exit(f"--labels {flags['labels']}: is more than all")
     in_list = count_lines(flags["labels_file"]) if flags.get("labels_file") else None
@@ -191,7 +198,7 @@ def resolve(train, flags, method, unnamed=(), constants={}):
                  "stream", "compile", "sync_bn", *unnamed}:
         changed.pop(name, None)
     if not config["out"]:
-        dataset = Path(config["dataset"]).resolve().name.removesuffix(".npz")
+        dataset = os.path.basename(os.path.abspath(config["dataset"])).removesuffix(".npz")
         others = [f"{k}{Path(v).name if isinstance(v, str) else v}" for k, v in changed.items()]        # no slash in a name
         n = f"{in_list}" if in_list else config["labels"] or "all"
         name = [dataset, n, method, config["seed"], *others]
@@ -199,7 +206,7 @@ def resolve(train, flags, method, unnamed=(), constants={}):
     words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
     config["rot_dim"] = config["rot_dim"] or None               # 0: no reduction, also where the preset has one
     config["changed"] = {k: v for k, v in changed.items() if k != "pretrained"}         # what makes it another setting
-    config["command"] = " ".join(["python", Path(inspect.getsourcefile(train)).name, *words])
+    config["command"] = " ".join(["python", shlex.quote(os.path.relpath(inspect.getsourcefile(train))), *words])
     config["paper"] = None if changed else paper_error(config["dataset"], config["labels"], method)
     return config
 
@@ -326,14 +333,14 @@ def check_folder(config, longer=True):
     if not config["resume"]:
         sys.exit(f"--out {out}: exists already; add --resume to continue that run, or give another --out")
     refuse_other_flags(config, longer)
-    rows = read_rows(out / "log.csv", config["steps"])
+    rows = read_log(out / "log.csv", config["steps"])
     done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
     return report(config, rows) if done else None
 
 
 def holds_anything(out):
     """Whether something is at a run's place, but for what a run that was killed before its first file has left."""
-    if not out.is_dir():
+    if not os.path.isdir(out):
         return os.path.exists(out)
     return any(".tmp" not in p.suffixes and p.name != ".lock" for p in out.iterdir())
 
@@ -341,15 +348,15 @@ def holds_anything(out):
 def refuse_other_flags(config, longer=True):
     """Only the run that a folder holds may be continued in it."""
     out = Path(config["out"])
-    if not (out / "config.json").exists():
+    if not os.path.exists(out / "config.json"):
         sys.exit(f"--out {out}: is not a run's folder; give another --out")
     try:
-        saved = json.loads((out / "config.json").read_text())
-    except ValueError:
+        saved = dict(json.loads((out / "config.json").read_text()).items())
+    except (ValueError, AttributeError):
         sys.exit(f"--out {out}: its config.json is damaged; give another --out")
-    for name, value in config.items():
+    for name, value in sorted(config.items(), key=lambda item: item[0] == "method"):            # which is no flag of train_crae.py: last
         may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed", "save_minutes", "workers", "stream",
-                              "compile")
+                              "compile", "data")
         may_differ |= longer and not config["decay_at"] and name == "steps" and value > saved.get(name, value)
         if not may_differ and name in saved and saved[name] != value:           # not in it: a flag younger than the run
             sys.exit(f"--{name} {value}: the run in {out} has {saved[name]}; give that, or another --out")
@@ -358,20 +365,26 @@ def refuse_other_flags(config, longer=True):
 def load_run(config):
     """The images of a run and its split: drawn from the seed, or the saved one when the run is resumed."""
     images, labels, parts, classes = load_images(config)
+    config["data"] = data.fingerprint(images, labels, parts)
     saved = Path(config["out"], "split.npz")
-    if saved.exists():
+    if os.path.exists(saved):
+        refuse_other_data(config)
         try:
             with np.load(saved, allow_pickle=False) as file:    # no code in it is run
                 split = {part: file[part] for part in ("labeled", "unlabeled", "validation", "test")}
-                total_images = int(file["images"])
         except Exception as error:                              # whatever a damaged or foreign file makes numpy raise
             sys.exit(f"--out {config['out']}: its split.npz cannot be read ({cause(error)}); give another --out")
-        if total_images != len(labels):
-            sys.exit(f"--dataset {config['dataset']}: has {len(labels)} images now, and the split in {saved} is of "
-                     f"{total_images}; give another --out")
     else:
         split = draw_split(config, labels, parts)
     return images, labels, split, classes
+
+
+def refuse_other_data(config):
+    """The split of a run, and so its errors, belong to the images that it began with, in their order."""
+    saved = json.loads(Path(config["out"], "config.json").read_text()).get("data")
+    if saved != config["data"]:
+        sys.exit(f"--dataset {config['dataset']}: its images, labels or their order are not those that the run in {config['out']} began "
+                 "with; give another --out")
 
 
 def draw_split(config, labels, parts):
@@ -398,14 +411,20 @@ def write_config(config, split, resolved):
     except OSError:                                             # no git on this machine
         commit, changed = "", False
     versions = dict(python=platform.python_version(), torch=torch.__version__, torchvision=torchvision.__version__,
-                    numpy=np.__version__, cuda=torch.version.cuda)
+                    numpy=np.__version__, cuda=torch.version.cuda, threads=torch.get_num_threads())
     record = config | dict(resolved=resolved, versions=versions, git_commit=commit or None, git_changed=changed)
     if (out / "config.json").exists():                          # a resumed run keeps the record of its start
-        record = json.loads((out / "config.json").read_text()) | {k: config[k] for k in ("steps", "changed", "paper")}
+        saved = json.loads((out / "config.json").read_text())
+        threads = saved.get("versions", {}).get("threads")
+        if config["device"] == "cpu" and threads != versions["threads"]:
+            print(f"note: the run began with {threads} threads and goes on with {versions['threads']}: other roundings, so other bits "
+                  "(OMP_NUM_THREADS sets their number)")
+        longer = ("steps", "changed", "paper", "command") if config["steps"] != saved["steps"] else ()
+        record = saved | {k: config[k] for k in longer}
     make_folder(out)
     write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
     if not (out / "split.npz").exists():                        # the labelled images of a run never change
-        write_whole(out / "split.npz", lambda tmp: np.savez(tmp, images=resolved["all_images"], **split))
+        write_whole(out / "split.npz", lambda tmp: np.savez(tmp, **split))
 
 
 def make_folder(out):
@@ -425,7 +444,7 @@ def write_whole(path, write):
         os.replace(tmp, path)
         sync(path.parent)
     except (OSError, RuntimeError) as error:                    # torch.save makes a RuntimeError of a full disk
-        tmp.unlink(missing_ok=True)
+        tmp.unlink(missing_ok=True)                             # which, where it was the disk, frees some of it
         sys.exit(f"--out {path.parent}: {path.name} cannot be written ({cause(error)}); what was saved before is whole")
 
 
@@ -439,13 +458,30 @@ def sync(path):
 
 
 def cause(error):
-    return getattr(error, "strerror", None) or " ".join(str(error).split())[:100]
+    """Why, in a few words: the system's own, where it was the reason of the reason."""
+    system = next((e for e in (error, error.__context__, error.__cause__) if getattr(e, "strerror", None)), None)
+    return system.strerror if system else " ".join(str(error).split())[:100] or type(error).__name__
+
+
+def save_tensors(saved, path):
+    """torch.save through an open file, which keeps the system's words for a full disk."""
+    with path.open("wb") as file:
+        torch.save(saved, file)
+
+
+def read_tensors(path, device="cpu"):
+    """What save_tensors wrote: no code in it is run, and a flipped bit is seen, which torch.load does not look for."""
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+    if damaged:
+        raise ValueError(f"{damaged} in it has a wrong checksum")
+    return torch.load(path, map_location=device, weights_only=True)
 
 
 @first_process_only
 def save_state(folder, state):
     """last.pt, and the save before it as previous.pt; killed between two renames, one of them is there."""
-    write_whole(folder / "next.pt", lambda tmp: torch.save(state, tmp))
+    write_whole(folder / "next.pt", lambda tmp: save_tensors(state, tmp))
     if (folder / "last.pt").exists():
         os.replace(folder / "last.pt", folder / "previous.pt")
     os.replace(folder / "next.pt", folder / "last.pt")
@@ -457,7 +493,7 @@ def load_state(folder, device, load):
     saves = [folder / name for name in ("last.pt", "previous.pt") if (folder / name).exists()]
     for k, path in enumerate(saves):
         try:
-            load(torch.load(path, map_location=device, weights_only=True))      # no code in it is run
+            load(read_tensors(path, device))
             return True
         except Exception as error:                              # whatever a damaged or foreign file makes torch raise
             print(f"{path}: damaged or foreign ({cause(error)})" + ("; going on from the save before it" if k + 1 < len(saves) else ""),
@@ -471,14 +507,22 @@ def read_rows(path, last_step):
     """The rows of a log up to last_step; later ones, and one that was cut off in the middle, are left out."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
+    with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:     # any name of a class, also one cut off in a letter
         return [r for r in csv.DictReader(file) if None not in r.values() and int(r["step"]) <= last_step]
+
+
+def read_log(path, last_step):
+    """read_rows, for a run that counts on them."""
+    try:
+        return read_rows(path, last_step)
+    except (OSError, ValueError, KeyError, TypeError, csv.Error) as error:
+        sys.exit(f"--out {path.parent}: its {path.name} is damaged ({cause(error)}); nothing was changed")
 
 
 def write_rows(path, rows, mode):
     if not rows:
         return
-    with path.open(mode, newline="") as file:
+    with path.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
         writer = csv.DictWriter(file, rows[0].keys(), lineterminator="\n")
         if file.tell() == 0:
             writer.writeheader()
@@ -498,7 +542,7 @@ def append_rows(path, rows):
 
 def keep_rows(path, last_step):
     """Cut a log back to the checkpoint's step."""
-    rows = read_rows(path, last_step)
+    rows = read_log(path, last_step)
     wait_for_all()                                              # until everybody has read it
     if rows:
         write_whole(path, lambda tmp: write_rows(tmp, rows, "w"))
@@ -544,7 +588,6 @@ def copy_bn(ema, net, batches):
 def resolved_values(net, images, split, classes):
     """What is found in the data and the network, for config.json."""
     return dict(num_classes=len(classes), image_size=images.shape[-1], images={k: len(i) for k, i in split.items()},
-                all_images=len(images),
                 rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
                 parameters=sum(p.numel() for p in net.parameters()))
 
@@ -562,9 +605,9 @@ def fit(net, objective, images, labels, split, classes, config, p_z=log_p_z, opt
     mu                                      unlabelled images in a step, as a multiple of config["batch"]
     """
     wait_for_all()                                              # all have looked at the folder as it was
-    if rank() == 0:
-        make_folder(config["out"])
-    with locked(config["out"]) if rank() == 0 else nullcontext():
+    with hold(config["out"]):
+        if os.path.exists(Path(config["out"], "config.json")):  # of this run, or of one that came while the data was loaded
+            refuse_other_flags(config)
         optimizer = optimizer or dict(adam=make_optimizer, sgd=make_sgd)[config["optimizer"]]
         schedule = schedule or partial(steps_down, warmup=config["warmup"], decay_at=config["decay_at"])
         average = average or get_ema_multi_avg_fn(config["ema"] or 0.0)         # 0: the weights themselves
@@ -577,9 +620,6 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
     """The loop itself; fit has its words."""
     resolved = resolved_values(net, images, split, classes)
     print_config(config, resolved)
-    write_config(config, split, resolved)
-    if rank() == 0:
-        Path(config["out"], "model.pt").unlink(missing_ok=True)                 # its being there says that the run is finished
     steps, epoch, batch, seed, out, parts = (config[k] for k in ("steps", "epoch", "batch", "seed", "out", "accumulate"))
     device = torch.device(config["device"])
     labels = labels.to(device)
@@ -598,9 +638,12 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
     log, matrices = Path(out, "log.csv"), Path(out, "diversity.csv")
     # terms: the losses, summed since the row at row_step; bad: the first step at which a term was not finite, or 0
-    run = dict(step=0, row_step=0, seconds=0.0, terms={}, bad={})
+    run = dict(step=0, row_step=0, rows=0, seconds=0.0, terms={}, bad={})
+    whose = {name: config[name] for name in ("method", "dataset", "seed", "data")}
 
     def load(saved):
+        if saved["whose"] != whose:
+            raise ValueError(f"of the run {saved['whose']}")
         net.load_state_dict(saved["net"])
         ema.load_state_dict(saved["ema"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -608,13 +651,19 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
 
     if load_state(Path(out), device, load):
         print(f"continuing after step {run['step']} of {steps}")
+    if len(read_log(log, run["step"])) != run["rows"]:
+        sys.exit(f"--out {out}: its log.csv has not the {run['rows']} rows that the save at step {run['step']} counts on; nothing was changed")
+    wait_for_all()
+    write_config(config, split, resolved)
+    if rank() == 0:
+        Path(out, "model.pt").unlink(missing_ok=True)           # its being there says that the run is finished
     rows = keep_rows(log, run["step"])
     keep_rows(matrices, run["step"])
 
     def save():
         """What is saved is finite: a step that was not ends the run here, at the latest."""
         check_finite(run, weights, out)
-        state = dict(net=net.state_dict(), ema=ema.state_dict(), optimizer=optimizer.state_dict(),
+        state = dict(whose=whose, net=net.state_dict(), ema=ema.state_dict(), optimizer=optimizer.state_dict(),
                      run=run | dict(seconds=run["seconds"] + time.perf_counter() - tick,
                                     terms={k: total(v) / world() for k, v in run["terms"].items()}))
         save_state(Path(out), state)
@@ -664,7 +713,7 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
                 rows.append({k: "" if v is None else v if isinstance(v, int) else f"{v:.7g}" for k, v in row.items()})
                 append_rows(log, rows[-1:])
                 append_rows(matrices, diversity_rows(run["step"], matrix, classes))
-                run.update(row_step=run["step"], seconds=run["seconds"] + passed, terms={})
+                run.update(row_step=run["step"], rows=len(rows), seconds=run["seconds"] + passed, terms={})
                 tick, tick_step, saved_at = time.perf_counter(), run["step"], time.perf_counter()
                 save()
                 if rank() == 0:
@@ -683,7 +732,7 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
                     image_size=images.shape[-1], scaling="x * 2 / 255 - 1", classes=classes)
         bar.close()
         write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
-        write_whole(Path(out, "model.pt"), lambda tmp: torch.save(info | dict(state=classifier_state(ema)), tmp))
+        write_whole(Path(out, "model.pt"), lambda tmp: save_tensors(info | dict(state=classifier_state(ema)), tmp))
         row = report(config, rows)
         signal_number, = agree(stop[0] if stop else 0)
         if signal_number:                                       # in the last step: it is done, but another stage may follow
@@ -753,9 +802,24 @@ def check_finite(run, weights, out):
 
 
 @contextmanager
+def hold(out):
+    """The run's folder for the first process alone, made if it is not there."""
+    if rank():
+        yield
+        return
+    make_folder(out)
+    with locked(out):
+        yield
+
+
+@contextmanager
 def locked(folder):
     """Refuse a folder that another process holds; the lock goes when its process does, however that ends."""
-    with Path(folder, ".lock").open("a") as file:               # NFS locks files that are open for writing, not folders
+    try:
+        file = Path(folder, ".lock").open("a")                  # NFS locks files that are open for writing, not folders
+    except OSError as error:
+        sys.exit(f"--out {folder}: cannot be written ({error.strerror})")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -11,6 +11,7 @@ import random
 import signal
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -43,6 +44,7 @@ def start(train, flags, out):
         error = os.open(out.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(error, 2)
         torch.set_num_threads(1)
+        tqdm.set_lock(threading.RLock())                        # tqdm's own is shared with processes that may have been killed holding it
         train(**SMALL, **flags, out=str(out))
         code = 0
     except SystemExit as stop:

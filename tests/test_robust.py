@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import zipfile
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import data
 import evaluate
@@ -121,7 +123,22 @@ def foreign(path):
     torch.save(dict(net=torch.zeros(3)), path)
 
 
-@pytest.mark.parametrize("damage", [truncated, foreign, lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"\0" * 5000)])
+def of_another_seed(path):
+    saved = torch.load(path, weights_only=True)
+    torch.save(saved | dict(whose=saved["whose"] | dict(seed=1)), path)
+
+
+def one_bit(path):
+    """In the middle of the largest tensor, where torch.load does not look."""
+    with zipfile.ZipFile(path) as file:
+        tensor = max((file.read(name) for name in file.namelist() if "/data/" in name), key=len)
+    content = bytearray(path.read_bytes())
+    content[content.find(tensor) + len(tensor) // 2] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
+
+
+@pytest.mark.parametrize("damage", [truncated, foreign, of_another_seed, one_bit, lambda p: p.write_bytes(b""), lambda p: p.write_bytes(b"\0" * 5000)])
 def test_a_damaged_save_is_named_and_the_one_before_it_used(saves_every_step, tmp_path, capsys, damage):
     hooks, train = saves_every_step
     train(out=str(tmp_path / "whole"))
@@ -148,6 +165,138 @@ def test_two_damaged_saves_change_nothing(saves_every_step, tmp_path):
     with pytest.raises(SystemExit, match="no save in it can be read; nothing was changed"):
         train(out=str(tmp_path / "run"), resume=True)
     assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+
+
+def test_nothing_is_changed_in_a_finished_run_that_cannot_be_made_longer(saves_every_step, tmp_path):
+    _, train = saves_every_step
+    train(out=str(tmp_path / "run"))
+    for name in "last.pt", "previous.pt":
+        truncated(tmp_path / "run" / name)
+    before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
+    with pytest.raises(SystemExit, match="no save in it can be read; nothing was changed"):
+        train(out=str(tmp_path / "run"), steps=12, resume=True)
+    assert before == {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()} and "model.pt" in before
+
+
+@pytest.mark.parametrize("name, damage, message", [
+    ("log.csv", lambda text: text.replace(b"\n4,", b"\n"), "has not the 3 rows|is damaged"), ("log.csv", lambda text: b"\n".join(text.split(b"\n")[:2]), "has not the 3 rows"),
+    ("log.csv", lambda text: b"\xff\x00\n\x00", "is damaged|has not"), ("config.json", lambda text: b"[]", "config.json is damaged"),
+    ("config.json", lambda text: b"3", "config.json is damaged"), ("config.json", lambda text: text[:50], "config.json is damaged"),
+    ("diversity.csv", lambda text: b"a,b\n1,2\n", "diversity.csv is damaged")])
+def test_damaged_history_is_refused_not_shortened(saves_every_step, tmp_path, name, damage, message):
+    _, train = saves_every_step
+    train(out=str(tmp_path / "run"))
+    path = tmp_path / "run" / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(SystemExit, match=message) as stop:
+        train(out=str(tmp_path / "run"), steps=12, resume=True)
+    assert len(str(stop.value).splitlines()) == 1
+
+
+def test_a_class_name_that_was_cut_off_inside_a_letter(tmp_path, monkeypatch):
+    """And one that no encoding has."""
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
+    np.savez(tmp_path / "x.npz", train_images=images, train_labels=np.array(["hünd", "kätz"])[np.arange(40) % 2], test_images=images[:4],
+             test_labels=np.array(["hünd", "kätz"] * 2))
+    monkeypatch.setitem(presets.own_npz, "epoch", 2)
+    flags = dict(dataset=str(tmp_path / "x.npz"), labels=4, **QUICK)
+    train_crae.train(**flags, steps=2, out=str(tmp_path / "run"))
+    with (tmp_path / "run" / "diversity.csv").open("ab") as file:
+        file.write("4,hü".encode()[:-1])
+    assert train_crae.train(**flags, steps=4, resume=True, out=str(tmp_path / "run"))["step"] == 4
+    rows = list(csv.DictReader((tmp_path / "run" / "diversity.csv").open(encoding="utf-8")))
+    assert [(r["step"], r["class"]) for r in rows] == [("2", "hünd"), ("2", "kätz"), ("4", "hünd"), ("4", "kätz")]
+    training.write_rows(tmp_path / "odd.csv", [{"step": 1, "class": "x\udcff"}], "w")
+    assert training.read_rows(tmp_path / "odd.csv", 9) == [{"step": "1", "class": "x\udcff"}]
+
+
+def test_other_images_are_refused_though_there_are_as_many(tmp_path):
+    images, labels = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8), np.arange(40) % 2
+
+    def train(images, labels, steps, test=images[:6], test_labels=labels[:6]):
+        np.savez(tmp_path / "x.npz", train_images=images, train_labels=labels, test_images=test, test_labels=test_labels)
+        return train_crae.train(dataset=str(tmp_path / "x.npz"), labels=4, steps=steps, **QUICK, resume=True, out=str(tmp_path / "run"))
+
+    train(images, labels, 2)
+    for changed in (images[::-1], labels), (images, labels[::-1]), (images[:39], labels[:39], 3, images[:7], labels[:7]):
+        with pytest.raises(SystemExit, match="its images, labels or their order are not those"):
+            train(*changed[:2], 3, *changed[3:])
+    assert train(images, labels, 3)["step"] == 3
+
+
+def test_a_run_that_came_while_the_data_was_loaded_is_not_continued_by_another(saves_every_step, tmp_path, monkeypatch):
+    _, train = saves_every_step
+    real, first = training.load_run, []
+
+    def slow(config):
+        loaded = real(config)
+        if not first:
+            first.append(1)
+            train(out=str(tmp_path / "run"), seed=0)            # another process, while this one loads
+        return loaded
+
+    monkeypatch.setattr(training, "load_run", slow)
+    with pytest.raises(SystemExit, match="--seed 1: the run in .* has 0"):
+        train(out=str(tmp_path / "run"), seed=1)
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 0
+
+
+def test_the_first_stage_does_not_write_into_a_folder_that_is_held(tmp_path):
+    flags = dict(method="fine_tune", steps=2, **QUICK, out=str(tmp_path / "run"))
+    with training.hold(tmp_path / "run"):
+        with pytest.raises(SystemExit, match="another process is at work in it"):
+            train_baselines.train(**flags)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == [".lock"]
+
+
+class Dead(BaseException):
+    """Stands in for SIGKILL: no handler of the run sees it."""
+
+
+def test_death_at_every_touch_of_the_disk(tmp_path, monkeypatch):
+    """Every sync, rename, row and save of a short run is once the last thing it does; --resume then ends in the same files,
+    and no save that was complete is lost."""
+    monkeypatch.setitem(presets.digits, "epoch", 2)
+    flags = dict(steps=3, save_minutes=1e-9, **QUICK)
+    train_crae.train(**flags, out=str(tmp_path / "whole"))
+    whole, calls, saved, begun = everything(tmp_path / "whole"), dict(n=0, at=0), [], []
+
+    def dying(real, half=False):
+        def call(*args, **kwargs):
+            calls["n"] += 1
+            if calls["n"] == calls["at"]:
+                if half:
+                    args[1].write(b"half")
+                raise Dead
+            return real(*args, **kwargs)
+        return call
+
+    real_save, real_crae = training.save_state, train_crae.crae
+
+    def save(folder, state):
+        real_save(folder, state)
+        saved.append(state["run"]["step"])
+
+    monkeypatch.setattr(training, "save_state", save)
+    monkeypatch.setattr(train_crae, "crae", lambda *rest, **kwargs: begun.append(kwargs["step"]) or real_crae(*rest, **kwargs))
+    for k in range(1, 200):
+        calls.update(n=0, at=k)
+        saved.clear()
+        out = tmp_path / f"run{k}"
+        with monkeypatch.context() as patch:
+            for module, name in (training, "sync"), (os, "replace"), (training, "write_rows"), (torch, "save"):
+                patch.setattr(module, name, dying(getattr(module, name), half=name == "save"))
+            try:
+                train_crae.train(**flags, out=str(out))
+                break                                           # there was no k-th touch
+            except Dead:
+                pass
+        before = saved[-1] if saved else 0
+        begun.clear()
+        train_crae.train(**flags, out=str(out), resume=True)
+        assert same(everything(out), whole), k
+        assert (begun[0] if begun else 3) >= before, k
+    assert k > 20
 
 
 class Malicious:
@@ -211,12 +360,24 @@ def test_weights_that_are_not_finite(saves_every_step, tmp_path):
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["run"]["step"] == 4
 
 
-def test_no_wait_for_the_device_inside_a_step():
-    """Numbers leave the device at evaluations and saves alone."""
-    import inspect
-    source = inspect.getsource(training.run_steps)
-    step = source.split("for step in range")[1].split('if run["step"] % (epoch')[0]
-    assert not any(word in step for word in (".item()", ".cpu()", ".tolist()", "float(", "bool(", "int("))
+class Waits(TorchDispatchMode):
+    """Counts how often a number of a tensor is asked for, which on a GPU waits for it."""
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("flags", [dict(), dict(plus=True), dict(select="random"), dict(accumulate=2)])
+def test_no_wait_for_the_device_inside_a_step(tmp_path, flags):
+    """Numbers leave the device at evaluations and saves alone: more steps ask for no more of them."""
+    counts = []
+    for steps in 2, 6:
+        with Waits() as waits:
+            train_crae.train(**flags, steps=steps, **QUICK, out=str(tmp_path / str(steps)))
+        counts.append(waits.count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("limit", [40_000, 90_000])
@@ -226,11 +387,33 @@ def test_a_full_disk_is_one_line_and_leaves_whole_files(tmp_path, limit):
     full = subprocess.run(command, capture_output=True, text=True,
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     lines = [line for line in full.stderr.splitlines() if "step/s" not in line and line.strip()]
-    assert full.returncode == 1 and "cannot be written" in lines[-1] and "Traceback" not in full.stderr, full.stderr
+    assert full.returncode == 1 and "cannot be written (File too large)" in lines[-1] and "Traceback" not in full.stderr, full.stderr
     assert not list((tmp_path / "run").glob("*.tmp*"))
     json.loads((tmp_path / "run" / "config.json").read_text())
     done = subprocess.run([*command, "--resume"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_rows_that_cannot_be_written_are_one_line(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(training, "write_rows", full)
+    with pytest.raises(SystemExit, match="log.csv cannot be written \\(No space left on device\\)"):
+        train_crae.train(steps=2, **QUICK, out=str(tmp_path / "run"))
+
+
+def test_a_folder_that_cannot_be_written_or_has_too_long_a_name(tmp_path, monkeypatch):
+    real = Path.open
+    monkeypatch.setattr(Path, "open", lambda path, *rest, **kwargs: real(path, *rest, **kwargs) if path.name != ".lock" else full())
+
+    def full():
+        raise OSError(30, "Read-only file system")
+
+    with pytest.raises(SystemExit, match="cannot be written \\(Read-only file system\\)"):
+        train_crae.train(steps=2, **QUICK, out=str(tmp_path / "run"))
+    with pytest.raises(SystemExit, match="cannot be written \\(File name too long\\)"):
+        train_crae.train(steps=2, **QUICK, out=str(tmp_path / ("x" * 300)))
 
 
 def test_a_folder_that_cannot_be_made(tmp_path):
@@ -295,6 +478,54 @@ def test_a_decompression_bomb_is_refused(tmp_path):
         data.decode(file, 32)
 
 
+def test_pictures_that_are_no_pictures_for_us(tmp_path):
+    Image.new("RGB", (1, 60_000)).save(tmp_path / "thin.png")   # scaled to 224 pixels it would have 13 million rows
+    with pytest.raises(ValueError, match="1 x 60000 pixels are too long and thin"):
+        data.decode(tmp_path / "thin.png", 224)
+    assert data.decode(tmp_path / "thin.png", 8).shape == (8, 8, 3)
+    grey = np.full((8, 8), 0.5, np.float32)
+    grey[3, 3] = np.nan
+    Image.fromarray(grey).save(tmp_path / "nan.tif")
+    with pytest.raises(ValueError, match="not numbers"):
+        data.decode(tmp_path / "nan.tif", 8)
+    Image.fromarray(np.full((8, 8), 10 ** 6, np.int32)).save(tmp_path / "deep.tif")
+    assert (data.decode(tmp_path / "deep.tif", 8) == 255).all()
+    palette = Image.new("P", (8, 8), 1)
+    palette.putpalette([0, 0, 0, 200, 100, 50])
+    palette.save(tmp_path / "palette.png")
+    assert data.decode(tmp_path / "palette.png", 8)[0, 0].tolist() == [200, 100, 50]            # the colour, not its number
+
+
+def test_gifs_and_linked_folders_of_unlabelled_pictures_are_read(pictures):
+    Image.new("RGB", (10, 10), "red").save(pictures / "train" / "a cat" / "moving.gif", save_all=True, append_images=[Image.new("RGB", (10, 10))])
+    (pictures / "unlabeled").mkdir()
+    (pictures.parent / "elsewhere").mkdir()
+    for i in range(3):
+        Image.new("RGB", (10, 10)).save(pictures.parent / "elsewhere" / f"{i}.png")
+    os.symlink(pictures.parent / "elsewhere", pictures / "unlabeled" / "more")
+    images, _, parts, _ = data.load(str(pictures), "nowhere", 16)
+    assert len(parts["train"]) == 13 and len(parts["unlabeled"]) == 3 and (images[6, 0] > 200).all()            # its first frame
+
+
+def test_links_in_predict(pictures, tmp_path):
+    train_crae.train(dataset=str(pictures), labels=4, image_size=16, steps=1, **QUICK, out=str(tmp_path / "run"))
+    (tmp_path / "outside").mkdir()
+    Image.new("RGB", (9, 9)).save(tmp_path / "outside" / "x.png")
+    folder = tmp_path / "photos"
+    (folder / "deep").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(folder / "deep" / "good.png")
+    os.symlink(tmp_path / "outside" / "x.png", folder / "out.png")
+    os.symlink(tmp_path / "outside", folder / "away")
+    os.symlink(folder / "deep", folder / "inside")              # what it leads to is predicted in its own place
+    os.symlink(folder / "loop.png", folder / "loop.png")
+    with pytest.raises(SystemExit) as stop:
+        evaluate.evaluate("predict", str(tmp_path / "run"), str(folder), out=str(tmp_path / "p.csv"), device="cpu")
+    rows = {Path(r["file"]).name: r for r in csv.DictReader((tmp_path / "p.csv").open())}
+    assert stop.value.code == 1 and rows.keys() == {"good.png", "out.png", "away", "loop.png"}
+    assert rows["good.png"]["class"] and all(rows[name]["error"] == "a link that leaves the folder" for name in ("out.png", "away"))
+    assert rows["loop.png"]["error"]
+
+
 def test_links_to_classes_work(pictures):
     before, *_ = data.load(str(pictures), "nowhere", 16)
     for part in "train", "test":
@@ -309,7 +540,7 @@ def test_links_to_classes_work(pictures):
 GOOD = dict(dataset="digits", labels=["50", "100"], steps=["1", "7"], batch=["1", "8"], lr=["0.1", "1e-3"], weight_decay=["0", "0.1"], seed=["0", "7"],
             eta=["0.5", "2"], eta2=["1"], temperature=["0.5", "1"], image_size=["8", "16"], rot_dim=["1", "16"], heads=["0", "10"], weight=["0", "3.5"],
             save_minutes=["0.5"], out=["new", "new/er"], select=["marginal", "detach", "random"], arch=["wrn-10-1", "wrn-16-0.5"])
-NUMBERS = st.sampled_from(["0", "1", "3", "10", "50", "100", "-1", "1e3", "1e-3", "0.5", "nan", "inf", "1e999", "many", "", "9" * 30, "0x10", "５", "5\n", "x\ny", "\r"])
+NUMBERS = st.sampled_from(["0", "1", "99999999999", "1%", "200%", "%", "3", "10", "50", "100", "-1", "1e3", "1e-3", "0.5", "nan", "inf", "1e999", "many", "", "9" * 30, "0x10", "５", "5\n", "x\ny", "\r"])
 BOOLS = st.sampled_from(["true", "false", "True", "FALSE", "maybe", "1", ""])
 WORDS = st.sampled_from(["", "x", "x\ny", "\u2028", "a b", "ö", "--", "-", "../x", "x\0y", "runs/x", "$(x)", "[1]", "{'a': 1}", "None", "x" * 300, "--steps"])
 
@@ -330,13 +561,14 @@ def command_lines(train, **fixed):
         lambda value: st.sampled_from([[f"--{name}={value}"], [f"--{name}", str(value)], [f"--{name}"], [f"--no{name}"], [f"-{name}", str(value)]])))
     stray = st.sampled_from([["word"], ["--unknown", "3"], ["--lable=3"], ["--"], ["-"], ["--steps"]])
     sane, wild = st.lists(good, max_size=6), st.lists(st.one_of(any_value, any_value, any_value, good, stray), max_size=6)
-    return st.one_of(sane, wild).map(lambda parts: sum(parts, []))
+    one_wild = st.tuples(st.lists(good, max_size=3), any_value).map(lambda pair: [*pair[0], pair[1]])          # nothing else is wrong
+    return st.one_of(sane, wild, one_wild, one_wild).map(lambda parts: sum(parts, []))
 
 
-SMALL_NETS = st.sampled_from(["wrn-10-1", "wrn-10-0.25", "wrn-16-0.5", "wrn-11-1", "wrn-10-0", "vgg", "wrn-10--1", "WRN-10-1", ""])
-DATASETS = st.sampled_from(["digits", "digits", "digits", "nothing", "", ".", "x.npz", "/dev/null"])
+SMALL_NETS = st.sampled_from(["wrn-10-99999999", "wrn-100000-1", "wrn-10-1", "wrn-10-0.25", "wrn-16-0.5", "wrn-11-1", "wrn-10-0", "vgg", "wrn-10--1", "WRN-10-1", ""])
+DATASETS = st.sampled_from(["digits", "digits", "digits", "nothing", "", ".", "x.npz", "/dev/null", "x" * 300, "x/" * 2500, "imagenet"])
 METHODS = st.sampled_from([*train_baselines.OBJECTIVES, *train_baselines.OBJECTIVES, "crae", "", "FixMatch"])
-TRIED = settings(max_examples=300, deadline=None, database=None, derandomize=True,
+TRIED = settings(max_examples=500, deadline=None, database=None, derandomize=True,
                  suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
@@ -373,6 +605,31 @@ def test_random_flags_resolve_or_are_one_line(train, fixed, monkeypatch, tmp_pat
 
     fire_at()
     assert counted["resolved"] > 20 and counted["refused"] > 100, counted
+
+
+@pytest.mark.parametrize("train", [train_crae.train, train_baselines.train])
+def test_every_flag_with_every_odd_value_alone(train, monkeypatch, tmp_path):
+    """What a list of random flags hides behind its first mistake."""
+    odd = ["0", "-1", "1e3", "nan", "inf", "9" * 30, "99999999999", "", "x", "x" * 300, "../" * 900, "１", "1%", "101%", "0%", "-5%", "true", "None"]
+    first, counted = ["--method=fine_tune"] if train is train_baselines.train else [], dict(resolved=0, refused=0)
+    for name in train.__annotations__:
+        if name not in ("return", "device", "data_dir", "resume"):
+            for value in odd:
+                under_fire(train, [*first, f"--{name}={value}"], monkeypatch, tmp_path, counted)
+    assert counted["resolved"] > 10 and counted["refused"] > 200, counted
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_while_the_data_is_loaded(number, tmp_path):
+    """Slurm's signal must not look like a crash, wherever it comes."""
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); import time, data, train_crae, training\n"
+            "data.load = lambda *rest, **kwargs: (print('loading', flush=True), time.sleep(60))\n"
+            "training.command_line(train_crae.train, ['--out', sys.argv[2]])")
+    run = subprocess.Popen([sys.executable, "-c", code, HERE, tmp_path / "run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout.readline() == "loading\n"
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=20)
+    assert run.returncode == 143 and not errors and not (tmp_path / "run").exists()
 
 
 DEFECTS = dict(
@@ -458,8 +715,8 @@ def test_the_saved_command_repeats_the_run(tmp_path, monkeypatch):
     before = everything(first)
     (tmp_path / "runs").rename(tmp_path / "before")
     words = shlex.split(command)
-    assert words[:2] == ["python", "train_crae.py"]
-    subprocess.run([sys.executable, HERE / "train_crae.py", *words[2:]], check=True, capture_output=True,
+    assert words[0] == "python" and Path(words[1]).resolve() == HERE / "train_crae.py"         # from where it was started
+    subprocess.run([sys.executable, *words[1:]], check=True, capture_output=True,
                    env=dict(os.environ, OMP_NUM_THREADS=str(torch.get_num_threads())))
     assert same(everything(first), before)
 

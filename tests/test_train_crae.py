@@ -2,6 +2,7 @@
 import itertools
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -290,7 +291,8 @@ def test_the_script_from_start_to_end(tmp_path):
     assert "100 labeled, 1,067 unlabeled, 130 validation, 500 test" in done.stdout
     config = json.loads((folder / "config.json").read_text())
     assert config["lr"] == 0.001 and config["weight_decay"] == 0.02 and config["versions"]["torch"] == torch.__version__
-    assert config["command"] == "python train_crae.py --plus --arch=wrn-10-0.25 --steps=4 --batch=4 --lr=0.001 --device=cpu"
+    script = os.path.relpath(SCRIPT, tmp_path)                  # from where it was started
+    assert config["command"] == f"python {script} --plus --arch=wrn-10-0.25 --steps=4 --batch=4 --lr=0.001 --device=cpu"
     assert config["labels"] == 100 and "git_commit" in config and config["ext1"] and config["ext2"]
     assert config["resolved"]["rotation_heads"] == 10 and config["resolved"]["image_size"] == 8
     header = (folder / "log.csv").read_text().splitlines()[0]
