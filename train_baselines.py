@@ -301,11 +301,11 @@ OBJECTIVES = dict(labeled_only=labeled_only, fine_tune=labeled_only, s4l=s4l, pi
 SEVERAL_VIEWS = "pi_model", "mean_teacher", "mixmatch", "swa", "fixmatch"       # of an unlabelled image in one step
 
 
-def train(method: str | None = None, dataset: str = "digits", labels: int | str | None = None, labels_file: str | None = None, weight: float | None = None,
-          pretrained: str | None = None, cycles: bool = True, arch: str | None = None, steps: int | None = None,
-          batch: int | None = None, lr: float | None = None, weight_decay: float | None = None, flip: bool | None = None,
-          image_size: int | None = None, seed: int = 0, data_dir: str = "data", out: str | None = None,
-          device: str | None = None, deterministic: bool = False,
+def train(method: str | None = None, dataset: str = "digits", labels: int | str | None = None, labels_file: str | None = None,
+          weight: float | None = None, pretrained: str | None = None, cycles: bool = True, arch: str | None = None,
+          steps: int | None = None, batch: int | None = None, lr: float | None = None, weight_decay: float | None = None,
+          flip: bool | None = None, image_size: int | None = None, seed: int = 0, data_dir: str = "data",
+          out: str | None = None, device: str | None = None, deterministic: bool = False,
           save_minutes: float = 10.0,                           # ours
           accumulate: int = 1, precision: Literal["bf16", "fp32"] | None = None, compile: bool = False, sync_bn: bool = False,
           crop: Literal["pad", "resized"] | None = None, stream: bool | None = None, workers: int | None = None,
@@ -327,40 +327,17 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | str 
         swa             fast-SWA: weights of the Pi-Model averaged over cycles (Athiwaratkun et al. 2019, arXiv 1806.05594)
         fixmatch        FixMatch: weak and strong augmentation (Sohn et al. 2020, arXiv 2001.07685)
                     CRAE, its ensembles, and CRAE with entropy minimisation (--entmin) are train_crae.py
-    --dataset       digits (embedded; the default), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
-                    imagenet (ILSVRC-2012: --data_dir holds train/<wnid>/* and val/<wnid>/*, or its archives),
-                    a file my.npz (train_images, train_labels, test_images, test_labels, and where you have them
-                    unlabeled_images, val_images, val_labels) or
-                    a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)
-    --labels        number of labelled images to draw from train, or a share of it as in 10%; own data without it: all of
-                    train is labelled. imagenet: 1% and 10% are the paper's 13,762 and 128,866 images
-    --labels_file   a list of the labelled pictures instead, a file name a line (such as S4L's and SimCLR's lists)
+    DATA_FLAGS
     --weight        weight of the unlabelled term (of the rotation loss for s4l)
     --pretrained    fine_tune: the folder of another fine_tune run, or its pretrain/model.pt; its first stage is used
     --cycles        swa: cyclic learning rate; on, --nocycles for a constant one
     --arch          wrn-<depth>-<width>, for instance wrn-28-2, or resnet50v2
     --steps         training steps; fine_tune: of each of its two stages
-    --batch         labelled images in a step, of all processes together, and as many unlabelled ones (fixmatch: seven times as many)
+    --batch         labelled images in a step, of all processes together, and as many unlabelled ones (fixmatch: seven
+                    times as many)
     --lr            learning rate
-    --weight_decay  decoupled weight decay (fixmatch: L2), on kernels only
-    --flip          random horizontal flips
-    --image_size    pixels; images are scaled by their short side and centre-cropped
-    --seed          of the split, the weights and the batches; runs with one seed share one split
-    --data_dir      where downloaded datasets are kept
-    --out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what else was given>
-    --device        cpu, cuda, cuda:1; without it cuda where there is one
-    --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
-    --save_minutes  save at least so often, besides at every evaluation
-    --accumulate    send a batch through the network in so many parts, and add up their gradients: for a small memory
-    --precision     bf16 (the default on GPUs) or fp32 (on CPUs)
-    --compile       torch.compile for the network: faster steps after a minute of compiling
-    --sync_bn       BN statistics over the GPUs of all processes (torchrun) instead of each one's own
-    --crop          pad: reflect-pad and crop, as MixMatch; resized: random pieces of the full pictures, as S4L (imagenet's)
-    --stream        read pictures of a folder from disk in every step; without it if they do not fit into memory
-    --workers       processes that read pictures from disk; without it one a core
-    --skip_broken   go on without pictures that cannot be read, and say how many
-    --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
-    --help          this text
+    --weight_decay  decoupled weight decay (fixmatch, imagenet: L2), on kernels only
+    RUN_FLAGS
     """
     pretrained = pretrained and str(Path(pretrained))           # one spelling
     flags = dict(locals())
@@ -377,6 +354,7 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | str 
     if not cycles and method != "swa":
         sys.exit("--nocycles: only --method swa has cycles")
     config = training.resolve(train, flags, method, unnamed=("method",), constants=constants)
+    config["rot_dim"] = None                                    # CRAE's: one head needs no reduction
     if config["crop"] == "resized" and method in SEVERAL_VIEWS:
         sys.exit(f"--method {method}: needs several views of an image, and --crop resized makes one where the picture is read; "
                  f"{', '.join(m for m in OBJECTIVES if m not in SEVERAL_VIEWS)} can be used")
@@ -388,8 +366,7 @@ def train(method: str | None = None, dataset: str = "digits", labels: int | str 
     backbone = find_pretrained(pretrained, f"--pretrained {pretrained}", config) if pretrained and not in_stage_two else None
     images, labels, split, classes = training.load_run(config)
     torch.manual_seed(seed)                                     # the initial weights
-    net = make_model(config["arch"], len(classes), int(method == "s4l"), config["rot_dim"], aux=False,
-                     bn_momentum=config["bn_momentum"])
+    net = make_model(config["arch"], len(classes), int(method == "s4l"), aux=False, bn_momentum=config["bn_momentum"])
     if method == "fine_tune" and not in_stage_two:
         net.backbone.load_state_dict(backbone or stage_one(net, images, labels, split, classes, config))
     own = {name: config[name] for name in constants if name not in ("lr", "weight_decay", "ema")}
@@ -407,10 +384,10 @@ def stage_one(net, images, labels, split, classes, config):
         training.write_config(config, split, training.resolved_values(net, images, split, classes))     # the run has begun
     stage = config | dict(method="rotation", out=str(Path(config["out"], "pretrain")), resume=True, paper=None)
     if not training.check_folder(stage, longer=False):
-        everything = np.concatenate([split["labeled"], split["unlabeled"]])     # both streams draw from all of them
+        others = np.setdiff1d(split["labeled"], split["unlabeled"])             # on ImageNet there are none
+        everything = np.concatenate([others, split["unlabeled"]])               # both streams draw from all of them
         parts = dict(labeled=everything, unlabeled=everything, validation=everything[:0], test=everything[:0])
-        rotation_net = make_model(config["arch"], len(classes), 1, config["rot_dim"], aux=False,
-                                  bn_momentum=config["bn_momentum"])
+        rotation_net = make_model(config["arch"], len(classes), 1, aux=False, bn_momentum=config["bn_momentum"])
         rotation_net.classifier.requires_grad_(False)           # no part of this stage
         training.fit(rotation_net, rotation, images, torch.full_like(labels, -1), parts, classes, stage)
     return find_pretrained(stage["out"], f"--out {config['out']}: its first stage", config)

@@ -106,14 +106,7 @@ def train(dataset: str = "digits", labels: int | str | None = None, labels_file:
     """Flags, each as --name value or --name=value; a true-or-false flag also as --name or --noname.
     What is not given comes from the dataset's preset in presets.py, the paper's table.
 
-    --dataset       digits (embedded; the default), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
-                    imagenet (ILSVRC-2012: --data_dir holds train/<wnid>/* and val/<wnid>/*, or its archives),
-                    a file my.npz (train_images, train_labels, test_images, test_labels, and where you have them
-                    unlabeled_images, val_images, val_labels) or
-                    a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)
-    --labels        number of labelled images to draw from train, or a share of it as in 10%; own data without it: all of
-                    train is labelled. imagenet: 1% and 10% are the paper's 13,762 and 128,866 images
-    --labels_file   a list of the labelled pictures instead, a file name a line (such as S4L's and SimCLR's lists)
+    DATA_FLAGS
     --plus          CRAE+: both extensions
     --ext1          extension 1 alone: sharpened target, averaged over the four rotations
     --ext2          extension 2 alone: rotation of a mixed image, class of the unmixed one
@@ -126,28 +119,11 @@ def train(dataset: str = "digits", labels: int | str | None = None, labels_file:
     --steps         training steps
     --batch         labelled images in a step, of all processes together, and as many unlabelled ones (each in four rotations)
     --lr            learning rate
-    --weight_decay  decoupled weight decay, on kernels only
+    --weight_decay  decoupled weight decay (imagenet: L2), on kernels only
     --eta           weight of the rotation loss
     --eta2          weight of extension 1's loss, or of the entropy
     --temperature   T of extension 1's sharpening, in (0, 1]
-    --flip          random horizontal flips
-    --image_size    pixels; images are scaled by their short side and centre-cropped
-    --seed          of the split, the weights and the batches; runs with one seed share one split
-    --data_dir      where downloaded datasets are kept
-    --out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what else was given>
-    --device        cpu, cuda, cuda:1; without it cuda where there is one
-    --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
-    --save_minutes  save at least so often, besides at every evaluation
-    --accumulate    send a batch through the network in so many parts, and add up their gradients: for a small memory
-    --precision     bf16 (the default on GPUs) or fp32 (on CPUs)
-    --compile       torch.compile for the network: faster steps after a minute of compiling
-    --sync_bn       BN statistics over the GPUs of all processes (torchrun) instead of each one's own
-    --crop          pad: reflect-pad and crop, as MixMatch; resized: random pieces of the full pictures, as S4L (imagenet's)
-    --stream        read pictures of a folder from disk in every step; without it if they do not fit into memory
-    --workers       processes that read pictures from disk; without it one a core
-    --skip_broken   go on without pictures that cannot be read, and say how many
-    --resume        continue the run in its folder, start it where there is none, reprint it where it is finished
-    --help          this text
+    RUN_FLAGS
     """
     flags = dict(locals())
     ext1, ext2 = plus or ext1, plus or ext2

@@ -44,12 +44,41 @@ from losses import log_p_z
 from models import check_arch, classifier_state, classify, frozen_bn
 
 HERE = Path(__file__).parent
-EVAL_BATCH = 1024                       # ours: images in one forward pass of an evaluation
+EVAL_BATCH, EVAL_PIXELS = 1024, 2 ** 23  # ours: images, and their pixels, in one forward pass of an evaluation
 SAMPLE = 10_000                         # ours: unlabelled images that are scored at an evaluation
 MEDIAN_OF = 20                          # MixMatch: evaluations of which the reported error is the median
 
 # ---------------------------------------------------------------- command line
 
+# What the training scripts' help has in common.
+DATA_FLAGS = """\
+--dataset       digits (embedded; the default), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
+                imagenet (ILSVRC-2012: --data_dir holds train/<wnid>/* and val/<wnid>/*, or its archives),
+                a file my.npz (train_images, train_labels, test_images, test_labels, and where you have them
+                unlabeled_images, val_images, val_labels) or
+                a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)
+--labels        number of labelled images to draw from train, or a share of it as in 10%; own data without it: all of
+                train is labelled. imagenet: 1% and 10% are the paper's 13,762 and 128,866 images
+--labels_file   a list of the labelled pictures instead, a file name a line (such as S4L's and SimCLR's lists)"""
+RUN_FLAGS = """\
+--flip          random horizontal flips
+--image_size    pixels; images are scaled by their short side and centre-cropped
+--seed          of the split, the weights and the batches; runs with one seed share one split
+--data_dir      where downloaded datasets are kept
+--out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what else was given>
+--device        cpu, cuda, cuda:1; without it cuda where there is one
+--deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
+--save_minutes  save at least so often, besides at every evaluation
+--accumulate    send a batch through the network in so many parts, and add up their gradients: for a small memory
+--precision     bf16 (the default on GPUs) or fp32 (on CPUs)
+--compile       torch.compile for the network: faster steps after a minute of compiling
+--sync_bn       BN statistics over the GPUs of all processes (torchrun) instead of each one's own
+--crop          pad: reflect-pad and crop, as MixMatch; resized: random pieces of the full pictures, as S4L (imagenet's)
+--stream        read pictures of a folder from disk in every step; without it if they do not fit into memory
+--workers       processes that read pictures from disk; without it one a core
+--skip_broken   go on without pictures that cannot be read, and say how many
+--resume        continue the run in its folder, start it where there is none, reprint it where it is finished
+--help          this text"""
 
 def command_line(train, argv=None):
     """Call train with the flags of the command line, or say in one line what is wrong with them.
@@ -59,7 +88,8 @@ def command_line(train, argv=None):
     """
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
-        return print(inspect.getmodule(train).__doc__ + "\n" + inspect.getdoc(train))
+        text = inspect.getdoc(train).replace("DATA_FLAGS", DATA_FLAGS).replace("RUN_FLAGS", RUN_FLAGS)
+        return print(inspect.getmodule(train).__doc__ + "\n" + text)
     if any(re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", word) for word in argv):     # they would break a line, or a file's name
         sys.exit("a flag has a control character in it, such as the end of a line")
     if "-" in argv or "--" in argv:                             # words that Fire keeps for itself
@@ -554,20 +584,20 @@ def keep_rows(path, last_step):
 # ---------------------------------------------------------------- training
 
 
+def kernels_decay(net, weight_decay):
+    """Weight decay on conv and dense kernels only: not on biases, not on BN. MixMatch, S4L, FixMatch."""
+    return [dict(params=[p for p in net.parameters() if p.ndim > 1], weight_decay=weight_decay),
+            dict(params=[p for p in net.parameters() if p.ndim <= 1], weight_decay=0.0)]
+
+
 def make_optimizer(net, lr, weight_decay):
-    """Adam with decoupled weight decay on conv and dense kernels only: not on biases, not on BN. MixMatch."""
-    kernels = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim <= 1]
-    return torch.optim.AdamW([dict(params=kernels, weight_decay=weight_decay), dict(params=others, weight_decay=0.0)],
-                             lr=lr, betas=(0.9, 0.999), fused=True)
+    """Adam with decoupled weight decay. MixMatch."""
+    return torch.optim.AdamW(kernels_decay(net, weight_decay), lr=lr, betas=(0.9, 0.999), fused=True)
 
 
 def make_sgd(net, lr, weight_decay, nesterov=False):
-    """S4L: SGD with momentum 0.9, and L2 on kernels only."""
-    kernels = [p for p in net.parameters() if p.ndim > 1]
-    others = [p for p in net.parameters() if p.ndim <= 1]
-    return torch.optim.SGD([dict(params=kernels, weight_decay=weight_decay), dict(params=others)], lr=lr, momentum=0.9,
-                           nesterov=nesterov)
+    """SGD with momentum 0.9, and L2. S4L; with Nesterov's momentum FixMatch."""
+    return torch.optim.SGD(kernels_decay(net, weight_decay), lr=lr, momentum=0.9, nesterov=nesterov)
 
 
 def steps_down(progress, warmup, decay_at):
@@ -688,7 +718,7 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
                     with autocast():
                         terms = objective(model, x_l, y_l, x_u, augment=augment, gen=gen, step=step, ema=ema)
                     (sum(terms.values()) / parts).backward()
-                run["terms"] = run["terms"] | {k: run["terms"].get(k, 0) + v.detach() / parts for k, v in terms.items()}
+                run["terms"] = run["terms"] | {k: run["terms"].get(k, 0) + v.detach().double() / parts for k, v in terms.items()}
                 for k, v in terms.items():                      # no wait for the device
                     first = run["bad"].get(k, torch.zeros((), device=device))
                     run["bad"][k] = torch.where((first == 0) & ~v.detach().isfinite(), step + 1, first)
@@ -703,7 +733,7 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
                 losses = {f"loss_{k}": total(v).item() / world() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
                 passed = time.perf_counter() - tick             # the line above waited for the device
                 check_finite(run, weights, out)
-                size = math.ceil(len(index["sample"]) / math.ceil(len(index["sample"]) / EVAL_BATCH))
+                size = math.ceil(len(index["sample"]) / math.ceil(len(index["sample"]) / eval_batch(images)))
                 refresh_bn(ema, net, (data.scale(augment(x)) for x, _ in data.in_pieces(images, index["sample"], size, device)))
                 average_bn(ema)
                 scores, matrix = evaluate(net, ema, images, labels, index, len(classes), p_z)
@@ -872,12 +902,16 @@ def evaluate(net, ema, images, labels, index, num_classes, p_z):
     return scores, matrix
 
 
+def eval_batch(images):
+    return max(4, min(EVAL_BATCH, EVAL_PIXELS // images.shape[-1] ** 2))        # 167 at 224 pixels
+
+
 def errors(net, images, labels, index):
     """Percent of upright images whose class is not the test classifier's first guess, and not among its first five."""
     if not len(index):
         return None, None
     wrong = torch.zeros(2, dtype=torch.int64, device=labels.device)
-    for x, i in data.in_pieces(images, index[rank()::world()], EVAL_BATCH, labels.device):
+    for x, i in data.in_pieces(images, index[rank()::world()], eval_batch(images), labels.device):
         logits = classify(net, data.scale(x))
         first = logits.argmax(1, keepdim=True)                  # (n, 1)
         five = logits.topk(min(5, logits.shape[1])).indices     # (n, 5)
@@ -894,7 +928,7 @@ def score_unlabeled(net, images, labels, index, num_classes, p_z):
     K = net.rotation.out_features // 4 if net.rotation else 0
     wrong, right, counts = (torch.zeros(shape, dtype=torch.int64, device=labels.device) for shape in ((), (), (num_classes, K)))
     known = bool((labels.to(index.device)[index] >= 0).all())
-    for x, i in data.in_pieces(images, index[rank()::world()], EVAL_BATCH // 4, labels.device):
+    for x, i in data.in_pieces(images, index[rank()::world()], eval_batch(images) // 4, labels.device):
         x, z = data.rotate4(x) if K else (x, None)              # (4n, 3, H, W), (4n,)
         class_logits, _, rot_logits = net(data.scale(x))
         wrong += (class_logits[:len(i)].argmax(1) != labels[i]).sum()           # the first n copies are the upright ones

@@ -669,6 +669,10 @@ def test_imagenet_from_end_to_end(tmp_path, monkeypatch, script, flags):
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["resolved"]["images"] == dict(labeled=8, unlabeled=18, validation=3, test=18) and config["epoch"] == 2
     assert config["resolved"]["rotation_heads"] == (3 if script is train_crae else int(flags["method"] == "s4l"))
+    assert config["rot_dim"] == (16 if script is train_crae else None)
+    heads = {k: tuple(v.shape) for k, v in torch.load(tmp_path / "run" / "last.pt", weights_only=True)["net"].items() if k.startswith(("red", "rot"))}
+    assert heads == ({"reduce.weight": (16, 16), "rotation.weight": (12, 16), "rotation.bias": (12,)} if script is train_crae else
+                     {"rotation.weight": (4, 16), "rotation.bias": (4,)} if flags["method"] == "s4l" else {})
     assert row["lr"] == pytest.approx(0.01 * 1e-3) and row["test_error"] == row["test_error_raw"] == row["median_test_error"]
     saved = torch.load(tmp_path / "run" / "last.pt", weights_only=True)
     assert all(torch.equal(saved["net"][k], saved["ema"][k]) for k in saved["net"])
