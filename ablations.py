@@ -65,6 +65,7 @@ def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "
     --device        cpu, cuda; without it cuda where there is one
     --help          this text
     """
+    training.refuse_torchrun("ablations.py; --jobs shares out the GPUs")
     if jobs < 1:
         sys.exit(f"--jobs {jobs}: must be 1 or more")
     if min(seeds) < 0:

@@ -50,7 +50,7 @@ def calculate_imagenet():
     flops = 3 * counter.get_total_flops()                       # forward, and twice that backward
     parameters = sum(p.numel() for p in net.parameters())
     with torch.autocast("cpu", torch.bfloat16):
-        kept = training.kept_for_backward(net, lambda: net.train()(torch.zeros(2, 3, 224, 224))) / 2
+        fixed, kept = training.kept_for_backward(net, lambda n: net.train()(torch.zeros(n, 3, 224, 224)))
     for dim in 0, 16:
         heads = [p.numel() for name, p in make_model("resnet50v2", classes, classes, dim).named_parameters() if name.startswith(("reduce", "rotation"))]
         print(f"{classes} rotation heads, {f'features reduced to {dim}' if dim else 'no reduction'}: {sum(heads):,} parameters, "
@@ -63,23 +63,28 @@ def calculate_imagenet():
             seconds = copies / n * flops / (SHARE_OF_PEAK * peak)
             traffic = 2 * (n - 1) / n * 4 * parameters          # a ring's all-reduce of float32 gradients, sent by each GPU
             wait = traffic / (inside if n <= 8 else between)
-            need = 4 * 4 * parameters + copies / n * kept       # weights, average, gradients, momentum
-            parts = next(k for k in (2 ** i for i in range(12)) if 4 * 4 * parameters + copies / n / k * kept < 0.9 * memory)
+            state = 4 * 4 * parameters + fixed                  # weights, average, gradients, momentum; bfloat16 weights
+            need = state + copies / n * kept
+            parts = next(k for k in (2 ** i for i in range(12)) if state + copies / n / k * kept < 0.9 * memory)
             result[gpu, n] = 512 / (seconds + wait)
             print(f"{n:>3} x {gpu}: {1000 * seconds:7.1f} ms computing + {1000 * wait:4.1f} ms sending {traffic / 1e6:5.1f} MB a GPU (not overlapped), "
                   f"{512 / (seconds + wait):8,.0f} images/s, {need / 1e9:6.1f} GB a GPU" + (f": --accumulate {parts}" if parts > 1 else ""))
     return result
 
 
+AT_ONCE = 8                                                     # ours: batches in one measurement, since workers deliver them in bursts
+
+
 def from_folder(folder, image_size, batch, device):
-    """A function that fetches a batch, for pictures in memory and for pictures on disk, and how many batches are ready at once."""
+    """A function that fetches AT_ONCE batches, for pictures in memory and for pictures on disk."""
     parts = {}
-    for name, reading in {"a batch from memory": dict(stream=False), "a batch from disk, whole pictures": dict(stream=True),
-                          "a batch from disk, random pieces": dict(stream=True, crop="resized", flip=True)}.items():
+    for name, reading in {"batches from memory": dict(stream=False), "batches from disk, whole pictures": dict(stream=True),
+                          "batches from disk, random pieces": dict(stream=True, crop="resized", flip=True)}.items():
         images, labels, index, _ = data.load(folder, "nowhere", image_size, skip_broken=True, **reading)
         images = images.to(device) if isinstance(images, torch.Tensor) else images
         index = dict(labeled=torch.as_tensor(index["train"]), unlabeled=torch.as_tensor(index["train"]))
-        parts[name] = partial(next, data.training_batches(images, labels.to(device), index, batch, 1, range(10 ** 6), 0, 0, 1, 1))
+        batches = data.training_batches(images, labels.to(device), index, batch, 1, range(10 ** 6), 0, 0, 1, 1)
+        parts[name] = lambda batches=batches: [next(batches) for _ in range(AT_ONCE)]
     return parts
 
 
@@ -138,8 +143,7 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
         parts |= from_folder(folder, image_size, batch, device)
     result = {}
     for name, part in parts.items():
-        for _ in range(16 if "disk" in name else 1):            # warm-up; from disk some batches are read ahead of time
-            part()
+        part()                                                  # warm-up
         times = []
         for _ in range(repeats):
             wait()
@@ -147,7 +151,7 @@ def benchmark(arch: str = "wrn-28-2", classes: int = 10, image_size: int = 32, b
             part()
             wait()
             times.append(time.perf_counter() - start)
-        result[name] = 1e6 * statistics.median(times) / (2 * batch)
+        result[name] = 1e6 * statistics.median(times) / (2 * batch * (AT_ONCE if name.startswith("batches") else 1))
         ratio = result[name] / result["augmentation and rotation, batched"]
         print(f"{name:<36} {result[name]:12,.1f} us/image   {ratio:10,.1f} x")
     if device.type == "cuda":

@@ -9,15 +9,17 @@ Nothing in the training path loops over images or leaves the device. A label of 
 Pictures that do not fit into memory stay files: `images` is then a Files, and batches come from the DataLoader's workers.
 A step's batch may be shared out among processes and parts; every draw is made for the whole batch (`share_of_batch`).
 """
+import fcntl
 import functools
 import itertools
 import math
 import os
 import signal
 import sys
+import textwrap
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -130,8 +132,9 @@ def load_named(dataset, data_dir):
         return {"train": (train.data, train.targets), "test": (test.data, test.targets)}, train.classes
     pieces = {}
     names = {"train": "train", "test": "test"} | ({"unlabeled": "extra"} if dataset == "svhn_extra" else {})
+    urls = [datasets.SVHN.split_list[name][0] for name in names.values()]
     for part, name in names.items():                            # the extra images are unlabelled; their labels only score
-        svhn = fetch(datasets.SVHN, data_dir, datasets.SVHN.split_list[name][:1], data_dir, split=name)
+        svhn = fetch(datasets.SVHN, data_dir, urls, data_dir, split=name)
         pieces[part] = svhn.data.transpose(0, 2, 3, 1), svhn.labels
     return pieces, [str(i) for i in range(10)]
 
@@ -139,10 +142,27 @@ def load_named(dataset, data_dir):
 def fetch(kind, data_dir, urls, folder, **which):
     """A torchvision dataset: downloaded and checksummed by torchvision where it is not there yet."""
     try:
-        return kind(data_dir, download=True, **which)
+        with one_at_a_time(data_dir):
+            return kind(data_dir, download=True, **which)
     except (OSError, RuntimeError, ValueError, EOFError) as error:              # no network, no space, a wrong checksum, damaged files
-        sys.exit(f"--data_dir {data_dir}: {kind.__name__} is not there and could not be downloaded "
-                 f"({' '.join(str(error).split())[:120]}); fetch {' '.join(urls)} by hand and put it into {folder}")
+        sys.exit(f"--data_dir {data_dir}: {kind.__name__} is not there, or damaged, and could not be downloaded "
+                 f"({in_short(error)}); fetch {' '.join(urls)} by hand and put it into {folder}")
+
+
+@contextmanager
+def one_at_a_time(data_dir):
+    """For downloads and unpacking, which several processes of one run would do at once, and one after another need not do again."""
+    with ExitStack() as stack:
+        try:
+            os.makedirs(data_dir, exist_ok=True)
+            fcntl.flock(stack.enter_context(open(Path(data_dir, ".lock"), "a")), fcntl.LOCK_EX)
+        except OSError:                                         # not to be written, so nothing will be unpacked there
+            pass
+        yield
+
+
+def in_short(error):
+    return textwrap.shorten(str(error) or type(error).__name__, 150, placeholder=" ...")       # one line
 
 
 def load_npz(path):
@@ -151,7 +171,7 @@ def load_npz(path):
         with np.load(path, allow_pickle=False) as file:         # no code in it is run
             arrays = {k: file[k] for k in file.files}
     except Exception as error:                                  # whatever a damaged or foreign file makes numpy raise
-        sys.exit(f"--dataset {path}: cannot be read as an .npz file of plain arrays ({' '.join(str(error).split())[:120]})")
+        sys.exit(f"--dataset {path}: cannot be read as an .npz file of plain arrays ({in_short(error)})")
     if any(k not in arrays for k in ("train_images", "train_labels")):
         sys.exit(f"--dataset {path}: needs the keys train_images and train_labels (and test_images, test_labels); has "
                  + (", ".join(arrays) or "none"))
@@ -192,6 +212,8 @@ def load_folder(root, image_size, skip_broken, labels_file=None, crop="pad", fli
     crop, flip, workers: of the Files. stream: whether pictures stay on the disk; None: if they do not fit the device.
     """
     pieces, classes = list_folder(root)
+    if is_imagenet(classes) and len(pieces["train"][0]) != presets.IMAGENET_TRAIN:
+        print(f"note: {len(pieces['train'][0]):,} training images, and ILSVRC-2012 has {presets.IMAGENET_TRAIN:,}")
     on_disk = needs_files(pieces, image_size, crop, stream, device)
     images = {part: np.empty((0 if on_disk else len(files), image_size, image_size, 3), np.uint8) for part, (files, _) in pieces.items()}
 
@@ -246,13 +268,17 @@ def list_folder(root):
 def imagenet_folder(data_dir):
     """ILSVRC-2012 as train/<wnid>/*.JPEG and val/<wnid>/*.JPEG; its archives are checked and unpacked by torchvision."""
     root = Path(data_dir)
-    if not (root / "train").is_dir() or not (root / "val").is_dir():
+    if not os.path.isdir(root):
+        sys.exit(f"--data_dir {data_dir}: there is no such folder; it must hold ILSVRC-2012")
+    if not (root / "train").is_dir() or not (root / "val").is_dir() or (root / ".lock").exists():       # there, or being unpacked
         try:
-            for split in "train", "val":
-                datasets.ImageNet(root, split)
+            with one_at_a_time(root):
+                for split in "train", "val":
+                    if not (root / split).is_dir():
+                        datasets.ImageNet(root, split)
         except (OSError, RuntimeError) as error:                # no archives, or one whose checksum is wrong
             sys.exit(f"--data_dir {data_dir}: has no train/<wnid>/ and val/<wnid>/ of ILSVRC-2012, nor its archives "
-                     f"({' '.join(str(error).split())[:120]})")
+                     f"({in_short(error)})")
     return root
 
 
@@ -276,9 +302,14 @@ def free_memory(device):
         return torch.cuda.mem_get_info(device)[0]
     try:
         with open("/proc/meminfo") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+            free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
     except (OSError, StopIteration):                            # not Linux: all there is
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:                                                        # what a container or Slurm allows may be less
+        most, used = (int(Path("/sys/fs/cgroup", name).read_text()) for name in ("memory.max", "memory.current"))
+        return min(free, most - used)
+    except (OSError, ValueError):                               # "max": no limit
+        return free
 
 
 def is_imagenet(classes):
@@ -407,8 +438,8 @@ def one_line(loader):
 def arrived(x, side):
     """A batch that was copied on another stream, ready for use on this one."""
     if side:
-        torch.cuda.current_stream().wait_stream(side)
-        x.record_stream(torch.cuda.current_stream())
+        torch.cuda.current_stream(x.device).wait_stream(side)
+        x.record_stream(torch.cuda.current_stream(x.device))
     return x
 
 
@@ -508,7 +539,7 @@ def make_split(labels, parts, n_labels, validation, seed, s4l=False):
     labeled, rest = (draw(labels, rest, n_labels, rng, at_least=1, uniform=s4l) if listed is None else
                      (listed, np.setdiff1d(rest, listed)))
     rest = train if s4l else rest
-    if len(np.unique(labels[labeled])) < num_classes:
+    if len(np.unique(labels[labeled])) < num_classes and not s4l:
         sys.exit(f"--labels {n_labels}: a class has too few images to be labelled")
     return dict(labeled=labeled, unlabeled=np.concatenate([rest, given]), validation=held, test=test)
 
@@ -635,7 +666,7 @@ def training_batches(images, labels, index, batch, mu, steps, seed, rank, world,
 
 def in_pieces(images, index, size, device):
     """The images of an index as at test time, (n, 3, S, S) on the device with n at most `size`, and which these are."""
-    which = index.split(size)
+    which = [i for i in index.split(size) if len(i)]            # a process may have none
     if isinstance(images, torch.Tensor):
         return ((images[i].to(device), i) for i in which)
     return zip(images.read(([(int(k), None) for k in i] for i in which), device), which)
@@ -696,7 +727,10 @@ def mix(x, gen):
     sets = 8                                                    # labelled and unlabelled ones in four rotations each
     alpha = 0.5 + 0.5 * mine(torch.rand(whole(len(x)), generator=gen, device=x.device), sets)
     partner = torch.randperm(everyones(len(x)), generator=gen, device=x.device)
-    return blend(alpha, x, beside(x, partner, sets))
+    if _share[1] == 1:
+        return blend(alpha, x, x[partner])
+    pixels = ((x + 1) * 127.5).round().byte()                   # as they were before `scale`: a quarter to send
+    return blend(alpha, x, scale(beside(pixels, partner, sets)))
 
 
 def mixup_share(n, beta, gen, sets=1):

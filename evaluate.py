@@ -47,6 +47,7 @@ def evaluate(what: Literal["test", "predict", "export"], run: str, *images: str,
     --device        cpu, cuda, cuda:1; without it cuda where there is one
     --help          this text
     """
+    training.refuse_torchrun("evaluate.py")
     run = Path(run)
     if batch < 1:
         sys.exit(f"--batch {batch}: must be 1 or more")
@@ -56,6 +57,8 @@ def evaluate(what: Literal["test", "predict", "export"], run: str, *images: str,
         sys.exit(f"--out {out}: is for predict; {what} writes into the run's folder")
     if what == "predict" and not images:
         sys.exit("IMAGES are missing; give files or folders")
+    if what == "predict" and not any(map(os.path.exists, images)):
+        sys.exit(f"IMAGES {images[0]}: there is no such file or folder")
     device = training.check_device(device)
     net, saved = load_model(run)
     net = net.to(device, memory_format=torch.channels_last)

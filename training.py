@@ -65,7 +65,7 @@ RUN_FLAGS = """\
 --image_size    pixels; images are scaled by their short side and centre-cropped
 --seed          of the split, the weights and the batches; runs with one seed share one split
 --data_dir      where downloaded datasets are kept
---out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what else was given>
+--out           this run's folder; without it runs/<dataset>_<labels>_<method>_<seed>_<what differs from the preset>
 --device        cpu, cuda, cuda:1; without it cuda where there is one
 --deterministic GPUs: torch's deterministic algorithms where it has such, for the same bits in every run; slower
 --save_minutes  save at least so often, besides at every evaluation
@@ -143,12 +143,13 @@ def command_line(train, argv=None):
     except RuntimeError as error:
         if world() == 1 or not re.search("(?i)gloo|nccl|connection|peer", str(error)):
             raise
-        sys.exit(f"process {rank()} of {world()}: another process of this run has ended ({cause(error)}); what was saved is whole, "
-                 "and --resume goes on")
+        print(f"process {rank()} of {world()}: another process of this run has ended ({cause(error)}); what was saved is whole, "
+              "and --resume goes on", file=sys.stderr, flush=True)              # now: NCCL may wait for the other one until the end
+        sys.exit(1)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        if dist.is_initialized():
+        if dist.is_initialized() and not sys.exc_info()[0]:
             dist.destroy_process_group()
 
 
@@ -194,7 +195,7 @@ def resolve(train, flags, method, unnamed=(), constants={}):
         value = flags.get(name)
         if value is not None and not 0 < (float(value.rstrip("%")) if isinstance(value, str) else value) < math.inf:
             sys.exit(f"--{name} {value}: must be more than 0, and finite")
-    for name, most in dict(image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16, steps=2 ** 53).items():   # ours: beyond any machine
+    for name, most in dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16, steps=2 ** 53).items():   # ours: beyond any machine
         if (flags.get(name) or 0) > most:
             sys.exit(f"--{name} {flags[name]}: must be {most} or less")
     if str(flags.get("labels"))[-1] == "%" and float(flags["labels"].rstrip("%")) > 100:
@@ -217,7 +218,8 @@ def resolve(train, flags, method, unnamed=(), constants={}):
                  f"{config['accumulate']}; give a multiple of {world() * config['accumulate']}")
     if config["sync_bn"] and not (world() > 1 and config["device"] != "cpu"):
         sys.exit("--sync_bn: is for several GPUs, one process each (torchrun)")
-    config["resume"] |= int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0        # torchrun --max-restarts
+    restarts, = agree(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
+    config["resume"] |= restarts > 0                            # torchrun --max-restarts
 
     default = {k: p.default for k, p in inspect.signature(train).parameters.items()}
     given = {k: v for k, v in flags.items() if v != default[k] and v is not None}
@@ -225,7 +227,7 @@ def resolve(train, flags, method, unnamed=(), constants={}):
     if changed.get("rot_dim") == 0 and not preset["rot_dim"]:   # no reduction, as without the flag
         changed.pop("rot_dim")
     for name in {"dataset", "labels", "seed", "out", "device", "data_dir", "resume", "save_minutes", "deterministic", "workers",
-                 "stream", "compile", "sync_bn", *unnamed}:
+                 "stream", "compile", "sync_bn", "accumulate", *unnamed}:
         changed.pop(name, None)
     if not config["out"]:
         dataset = os.path.basename(os.path.abspath(config["dataset"])).removesuffix(".npz")
@@ -266,7 +268,9 @@ def check_device(device, deterministic=False):
     Started by torchrun, a process joins the others here, and has the GPU of its number.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device == "cuda" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if device != "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if device != "cuda":
+            sys.exit(f"--device {device}: each process of torchrun has a GPU of its own; leave the flag out, or give cpu or cuda")
         device = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
         if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
@@ -275,6 +279,7 @@ def check_device(device, deterministic=False):
     except (RuntimeError, AssertionError):                      # no such device; torch built without CUDA
         sys.exit(f"--device {device}: torch has no such device here; leave the flag out, or give cpu, cuda or cuda:<number>")
     if device != "cpu":
+        torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")              # TF32 where autocast leaves float32
         torch.backends.cudnn.benchmark = not deterministic      # all training batches have one shape
     if deterministic:
@@ -292,15 +297,20 @@ def check_device(device, deterministic=False):
 def join_processes(device):
     if int(os.environ.get("WORLD_SIZE", 1)) == 1 or dist.is_initialized():
         return
-    if device != "cpu":
-        torch.cuda.set_device(device)
-    # Started again by torchrun, processes must not meet the addresses that those before them have left in the store.
     store, number, processes = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # Started again by torchrun, processes must not meet the addresses that those before them have left in its store. Machines
+    # count starts each for itself, so that with several of them torchrun must make a new store (docs/scaling.md).
+    if os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+        store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "cpu:gloo" + (",cuda:nccl" if device != "cpu" else "")            # signals are agreed on over gloo
     dist.init_process_group(backend, store=store, rank=number, world_size=processes)
     if rank():
         sys.stdout = open(os.devnull, "w")
+
+
+def refuse_torchrun(script):
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        sys.exit(f"torchrun is for the training scripts, not for {script}")
 
 
 def rank():
@@ -315,7 +325,7 @@ def agree(*numbers):
     """The largest of each number over all processes; so they do the same. On the CPU: the GPU is not waited for."""
     if world() == 1:
         return numbers
-    numbers = torch.tensor(numbers)
+    numbers = torch.tensor(numbers, dtype=torch.float64)        # of one type everywhere, and exact for all that is counted here
     dist.all_reduce(numbers, dist.ReduceOp.MAX)
     return numbers.tolist()
 
@@ -386,7 +396,7 @@ def refuse_other_flags(config, longer=True):
         sys.exit(f"--out {out}: its config.json is damaged; give another --out")
     for name, value in sorted(config.items(), key=lambda item: item[0] == "method"):            # which is no flag of train_crae.py: last
         may_differ = name in ("out", "device", "data_dir", "command", "resume", "paper", "changed", "save_minutes", "workers", "stream",
-                              "compile", "data")
+                              "compile", "data", "accumulate", "sync_bn")       # the last two: for another number of GPUs
         may_differ |= longer and not config["decay_at"] and name == "steps" and value > saved.get(name, value)
         if not may_differ and name in saved and saved[name] != value:           # not in it: a flag younger than the run
             sys.exit(f"--{name} {value}: the run in {out} has {saved[name]}; give that, or another --out")
@@ -396,6 +406,10 @@ def load_run(config):
     """The images of a run and its split: drawn from the seed, or the saved one when the run is resumed."""
     images, labels, parts, classes = load_images(config)
     config["data"] = data.fingerprint(images, labels, parts)
+    number = int(config["data"], 16)
+    largest, smallest = agree(number, -number)
+    if largest != -smallest:
+        sys.exit(f"--dataset {config['dataset']}: the processes of this run see different images, or in another order")
     saved = Path(config["out"], "split.npz")
     if os.path.exists(saved):
         refuse_other_data(config)
@@ -658,14 +672,15 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
     index = {part: torch.as_tensor(i, device=device if isinstance(images, torch.Tensor) else "cpu") for part, i in split.items()}
     index["sample"] = sample_of_unlabeled(labels, index["unlabeled"], seed)
     net = net.to(device, memory_format=torch.channels_last).train()
-    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if config["sync_bn"] else net
-    ema = copy.deepcopy(net).requires_grad_(False)
-    optimizer = optimizer(net, config["lr"], config["weight_decay"])
-    weights, averages = list(net.parameters()), list(ema.parameters())
     gen = torch.Generator(device)
     augment = partial(data.augment, flip=config["flip"], gen=gen) if config["crop"] == "pad" else cropped_already
     precision = config["precision"] or ("bf16" if device.type == "cuda" else "fp32")
     autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
+    warn_of_memory(net, objective, images.shape[-1], config, autocast, augment, gen, mu)        # each process by itself
+    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if config["sync_bn"] else net
+    ema = copy.deepcopy(net).requires_grad_(False)
+    optimizer = optimizer(net, config["lr"], config["weight_decay"])
+    weights, averages = list(net.parameters()), list(ema.parameters())
     log, matrices = Path(out, "log.csv"), Path(out, "diversity.csv")
     # terms: the losses, summed since the row at row_step; bad: the first step at which a term was not finite, or 0
     run = dict(step=0, row_step=0, rows=0, seconds=0.0, terms={}, bad={})
@@ -699,7 +714,6 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
         save_state(Path(out), state)
         wait_for_all()
 
-    warn_of_memory(net, objective, images.shape[-1], config, autocast, augment, gen, mu)
     if config["compile"]:
         net.compile()
     model = net if world() == 1 else DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
@@ -727,7 +741,7 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
             average_bn(net)
             run["step"] = step + 1
             bar.update()
-            signal_number, due = agree(stop[0] if stop else 0, time.perf_counter() - saved_at > 60 * config["save_minutes"])
+            signal_number, due = map(int, agree(stop[0] if stop else 0, time.perf_counter() - saved_at > 60 * config["save_minutes"]))
 
             if run["step"] % (epoch * config["eval_epochs"]) == 0 or run["step"] == steps:
                 losses = {f"loss_{k}": total(v).item() / world() / (run["step"] - run["row_step"]) for k, v in run["terms"].items()}
@@ -764,14 +778,16 @@ def run_steps(net, objective, images, labels, split, classes, config, p_z, optim
         write_whole(Path(out, "curve.png"), lambda tmp: draw_curve(rows, tmp, Path(out).name))
         write_whole(Path(out, "model.pt"), lambda tmp: save_tensors(info | dict(state=classifier_state(ema)), tmp))
         row = report(config, rows)
-        signal_number, = agree(stop[0] if stop else 0)
+        signal_number, = map(int, agree(stop[0] if stop else 0))
         if signal_number:                                       # in the last step: it is done, but another stage may follow
             sys.exit(128 + signal_number)
     return row
 
 
 def start_command(config):
-    return config["command"] if world() == 1 else config["command"].replace("python", f"torchrun --nproc_per_node={world()}", 1)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    machines = f"--nnodes={world() // here} " if world() > here else ""
+    return config["command"] if world() == 1 else config["command"].replace("python", f"torchrun {machines}--nproc_per_node={here}", 1)
 
 
 def cropped_already(x):
@@ -785,21 +801,29 @@ def unsynced(model):
 
 
 def warn_of_memory(net, objective, size, config, autocast, augment, gen, mu):
-    """Say, before the first step, if the device would not hold it. What a step keeps for its gradients is counted on two images."""
+    """Say, before the first step, if the device would not hold it: what a step keeps for its gradients is counted on few images."""
     device = gen.device
     images = config["batch"] // (world() * config["accumulate"])                # labelled images in a pass
     free = data.free_memory(device) / (1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
     state = weights * (3 if config["optimizer"] == "adam" else 2)               # gradients, and the optimiser's averages
-    with frozen_bn(net), autocast():
-        kept = kept_for_backward(net, lambda: net(torch.zeros(2, 3, size, size, device=device)))
-    if state + kept / 2 * images * 16 * max(1, mu) < free:      # no method here sends more copies of an image through the network
+
+    def forward(n):
+        with frozen_bn(net), autocast():
+            return net(torch.zeros(n, 3, size, size, device=device))
+
+    fixed, each = kept_for_backward(net, forward)
+    if state + fixed + each * images * 16 * max(1, mu) < free:  # no method here sends more copies of an image through the network
         return
     model = copy.deepcopy(net)
-    x, y = torch.zeros(2 + 2 * mu, 3, size, size, dtype=torch.uint8, device=device), torch.zeros(2, dtype=torch.int64, device=device)
-    with autocast():
-        kept = kept_for_backward(model, lambda: objective(model, x[:2], y, x[2:], augment=augment, gen=gen, step=0, ema=copy.deepcopy(model)))
-    need = {n: state + kept / 2 * (images // n) for n in range(1, images + 1) if images % n == 0}
+
+    def step(n):
+        x, y = torch.zeros(n + n * mu, 3, size, size, dtype=torch.uint8, device=device), torch.zeros(n, dtype=torch.int64, device=device)
+        with autocast():
+            return objective(model, x[:n], y, x[n:], augment=augment, gen=gen, step=0, ema=copy.deepcopy(model))
+
+    fixed, each = kept_for_backward(model, step)
+    need = {n: state + fixed + each * (images // n) for n in range(1, images + 1) if images % n == 0}
     if need[1] > free:
         n = next((n for n in need if need[n] < free), images)
         print(f"note: a step would need about {need[1] / 2 ** 30:.1f} GiB and {device} has {free / 2 ** 30:.1f} GiB free; --accumulate "
@@ -807,17 +831,23 @@ def warn_of_memory(net, objective, size, config, autocast, augment, gen, mu):
 
 
 def kept_for_backward(model, forward):
-    """Bytes of the tensors that a forward pass keeps for its gradients, the weights not counted."""
-    kept, weights = {}, {p.untyped_storage().data_ptr() for p in model.parameters()}
+    """Bytes of the tensors that forward(n images) keeps for its gradients, the weights not counted: fixed, and for each image."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def keep(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
+    def kept(n):
+        sizes = {}
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        result = forward()                                      # it must live on, or another tensor takes its place
-    del result
-    return sum(size for place, size in kept.items() if place not in weights)
+        def keep(x):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            result = forward(n)                                 # it must live on, or another tensor takes its place
+        del result
+        return sum(size for place, size in sizes.items() if place not in weights)
+
+    two, four = kept(2), kept(4)                                # autocast's copies of the weights are in both
+    return two - (four - two), (four - two) / 2
 
 
 def check_finite(run, weights, out):

@@ -23,7 +23,7 @@ def test_batches_from_disk_are_measured_beside_those_from_memory(tmp_path):
         for i in range(3):
             Image.new("RGB", (9, 9), (40 * i, 0, 0)).save(tmp_path / "train" / c / f"{i}.png")
     result = benchmark.benchmark(arch="wrn-10-0.25", image_size=8, batch=2, repeats=1, device="cpu", folder=str(tmp_path))
-    assert len([name for name in result if "disk" in name]) == 2 and result["a batch from memory"] > 0
+    assert len([name for name in result if "disk" in name]) == 2 and result["batches from memory"] > 0
 
 
 def test_the_calculation_for_imagenet(capsys):

@@ -511,8 +511,11 @@ def test_pieces_of_pictures_depend_on_seed_step_and_place_alone(tmp_path):
     for rank in 0, 1:
         for whole, half in zip(one, batches(0, 0, rank, 2)):
             assert all(torch.equal(w.chunk(2)[rank], h) for w, h in zip(whole, half))
-    first = {y.item(): x for x, y in zip(one[0][0], one[0][1])}
-    assert any(not torch.equal(x, first[y.item()]) for x, y in zip(one[1][0], one[1][1]))
+    assert torch.equal(one[0][1].sort().values, one[1][1].sort().values)        # the same four images in every step
+    assert not any(torch.equal(a, b) for a in one[0][0] for b in one[1][0])     # and never the same piece
+    images, labels, *_ = data.load(root, "nowhere", 16, crop="resized", workers=0)
+    twice, = data.training_batches(images, labels, dict(labeled=torch.zeros(1).long(), unlabeled=torch.arange(2)), 2, 1, range(1), 7, 0, 1, 1)
+    assert not torch.equal(*twice[0])                           # one image at two places of a batch
 
 
 def test_pieces_have_s4ls_areas_and_shapes_and_flips(tmp_path):
@@ -529,7 +532,7 @@ def test_pieces_have_s4ls_areas_and_shapes_and_flips(tmp_path):
         flips += width < 0
         areas.append(height * abs(width) / side ** 2)
         aspects.append(abs(width) / height)
-    assert 0.04 < min(areas) < 0.12 and 0.9 < max(areas) < 1.1 and 0.4 < np.mean(areas) < 0.6
+    assert 0.04 < min(areas) < 0.075 and 0.9 < max(areas) < 1.1 and 0.4 < np.mean(areas) < 0.6
     assert 0.68 < min(aspects) < 0.85 and 1.2 < max(aspects) < 1.45 and 100 < flips < 200
     files = data.Files([str(tmp_path / "map.png")], 32, "resized", False, 0)
     assert all(files[0, seed][16, -1, 1] > files[0, seed][16, 0, 1] for seed in range(30))      # no flip where none is asked for
@@ -552,6 +555,12 @@ def test_memory_decides_and_a_line_tells(tmp_path, monkeypatch, capsys):
         images, labels, parts, classes = data.load(root, "nowhere", 16)
         assert isinstance(images, kind) and len(images) == len(labels) == 8
         assert ("held in memory" in capsys.readouterr().out) == (kind is torch.Tensor)
+    monkeypatch.setattr(data, "free_memory", lambda device: 4 * size + 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")                 # both hold all of them
+    assert isinstance(data.load(root, "nowhere", 16)[0], torch.Tensor)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert isinstance(data.load(root, "nowhere", 16)[0], data.Files)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert isinstance(data.load(root, "nowhere", 16, stream=False)[0], torch.Tensor)
     with pytest.raises(SystemExit, match="--nostream: --crop resized"):
         data.load(root, "nowhere", 16, stream=False, crop="resized")
@@ -639,6 +648,8 @@ def test_imagenet_labels_are_the_papers_numbers():
     for preset in one, ten:
         assert (preset["arch"], preset["batch"], preset["optimizer"], preset["ema"], preset["bn_momentum"], preset["rot_dim"]) == (
             "resnet50v2", 256, "sgd", None, 0.01, 16)
+        assert (preset["image_size"], preset["crop"], preset["flip"], preset["decay_at"]) == (224, "resized", True, [0.7, 0.8, 0.9])
+    assert one["warmup"] * 1000 == 10 and ten["warmup"] * 200 == 5 and (one["eval_epochs"], ten["eval_epochs"]) == (10, 1)
     assert presets.for_dataset("imagenet")["labels"] == "10%" and presets.for_dataset("imagenet", 13_000)["lr"] == 0.01
     assert presets.for_dataset("imagenet", "1%", batch=512)["epoch"] == 26 and presets.for_dataset("imagenet", "1%", batch=512)["steps"] == 26_000
 
@@ -681,9 +692,33 @@ def test_imagenet_from_end_to_end(tmp_path, monkeypatch, script, flags):
 
 
 def test_imagenet_that_is_not_there(tmp_path):
+    with pytest.raises(SystemExit, match="--data_dir nowhere: there is no such folder"):
+        data.load("imagenet", "nowhere", 32, crop="resized")
     with pytest.raises(SystemExit, match="--data_dir .*: has no train/<wnid>/ and val/<wnid>/ of ILSVRC-2012, nor its archives") as stop:
         data.load("imagenet", str(tmp_path), 32, crop="resized")
     assert "\n" not in str(stop.value)
+
+
+def test_few_labels_of_imagenet_may_leave_a_class_without():
+    """As drawn whatever the class; elsewhere every class has one."""
+    labels = torch.cat([torch.zeros(990), torch.ones(10)]).long()
+    config, parts = dict(dataset="imagenet", labels=5, validation=0, seed=0), dict(train=np.arange(1000), test=np.arange(0))
+    assert any(len(np.unique(labels[training.draw_split(config | dict(seed=s), labels, parts)["labeled"]])) == 1 for s in range(5))
+    assert len(np.unique(labels[training.draw_split(config | dict(dataset="x"), labels, parts)["labeled"]])) == 2
+
+
+def test_processes_unpack_one_after_another(tmp_path):
+    import fcntl
+    with data.one_at_a_time(tmp_path / "data"):
+        with (tmp_path / "data" / ".lock").open("a") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with data.one_at_a_time("/proc/data"):                      # not to be written: what is there is read
+        pass
+
+
+def test_an_empty_share_is_no_batch(tmp_path):
+    images, *_ = data.load(make_folder(tmp_path / "pictures", n=2), "nowhere", 16, stream=True, workers=1)
+    assert list(data.in_pieces(images, torch.arange(0), 4, "cpu")) == list(data.in_pieces(torch.zeros(3, 3, 8, 8), torch.arange(0), 4, "cpu")) == []
 
 
 def test_methods_with_several_views_are_refused_where_there_is_one(tmp_path):

@@ -151,12 +151,18 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
         assert isinstance(stop.value.code, str) and message in stop.value.code and "\n" not in stop.value.code
 
 
+def test_pictures_of_which_none_is_there(run, tmp_path):
+    with pytest.raises(SystemExit, match="IMAGES nowhere/: there is no such file or folder"):
+        call("predict", run, "nowhere/", "--out", tmp_path / "p.csv")
+    assert not (tmp_path / "p.csv").exists()
+
+
 def test_a_first_stage_is_refused(tmp_path):
     import train_baselines
     train_baselines.train(method="fine_tune", steps=1, batch=4, arch="wrn-10-0.25", device="cpu", out=str(tmp_path / "run"))
     for what in "test", "predict", "export":
         with pytest.raises(SystemExit, match="is the first stage of fine_tune"):
-            evaluate.evaluate(what, str(tmp_path / "run" / "pretrain"), *(["x"] if what == "predict" else []), device="cpu")
+            evaluate.evaluate(what, str(tmp_path / "run" / "pretrain"), *([str(tmp_path)] if what == "predict" else []), device="cpu")
 
 
 def test_the_confusion_picture_has_the_true_class_in_rows(tmp_path, monkeypatch):

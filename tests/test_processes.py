@@ -2,16 +2,21 @@
 import csv
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
+import ablations
 import data
+import evaluate
 import train_crae
 import training
 from chaos import everything, same
@@ -23,7 +28,9 @@ ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
 JOBS = [dict(), dict(plus=True), dict(select="random"), *(dict(method=m) for m in ("s4l", "mixup", "mixmatch", "vat", "fixmatch")),
         dict(method="ict", lr=1e-4),                            # its weight is 1000
-        dict(method="fine_tune", steps=4)]
+        dict(method="fine_tune", steps=4), dict(accumulate=2), dict(method="fixmatch", accumulate=2),
+        dict(dataset="PICTURES", labels="50%", image_size=16, stream=True, workers=1),
+        dict(dataset="PICTURES", labels="50%", image_size=16, crop="resized", flip=True, workers=1)]
 NAMES = ["-".join(map(str, job.values())) or "crae" for job in JOBS]
 
 
@@ -79,11 +86,30 @@ def test_batches_of_all_processes_and_parts_are_the_one_batch():
 # ---------------------------------------------------------------- two processes are one
 
 
-@pytest.fixture(scope="module")
-def two(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("two")
-    done = subprocess.run([*TORCHRUN, HERE / "tests" / "processes.py", folder, json.dumps(JOBS)], capture_output=True, text=True,
+def under_torchrun(folder, jobs):
+    return subprocess.run([*TORCHRUN, HERE / "tests" / "processes.py", folder, json.dumps(jobs)], capture_output=True, text=True,
                           env=ENVIRONMENT, timeout=500)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    root, dice = tmp_path_factory.mktemp("pictures"), np.random.default_rng(0)
+    for part, n in ("train", 20), ("test", 3):
+        for c in "ab":
+            (root / part / c).mkdir(parents=True)
+            for i in range(n):
+                Image.fromarray(dice.integers(0, 256, (20, 24, 3), np.uint8)).save(root / part / c / f"{i}.png")
+    return str(root)
+
+
+def job(k, pictures):
+    return {name: pictures if value == "PICTURES" else value for name, value in JOBS[k].items()}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, pictures):
+    folder = tmp_path_factory.mktemp("two")
+    done = under_torchrun(folder, [job(k, pictures) for k in range(len(JOBS))])
     assert done.returncode == 0, done.stderr[-2000:]
     return folder
 
@@ -97,13 +123,14 @@ def last_row(folder):
 
 
 @pytest.mark.parametrize("k", range(len(JOBS)), ids=NAMES)
-def test_two_processes_equal_one(two, tmp_path, k):
-    losses, scores, weights = ten_steps(tmp_path / "one", **JOBS[k])
+def test_two_processes_equal_one(two, pictures, tmp_path, k):
+    flags = job(k, pictures) | dict(accumulate=1)
+    losses, scores, weights = ten_steps(tmp_path / "one", **flags)
     row, saved = last_row(two / str(k)), torch.load(two / str(k) / "last.pt", weights_only=True)
     for name, value in losses.items():
         assert float(row[name]) == pytest.approx(value, abs=1e-5, rel=1e-5), name
     assert close(weights, saved["net"] | {f"ema.{name}": v for name, v in saved["ema"].items()})
-    start = ten_steps(tmp_path / "start", **JOBS[k] | dict(lr=1e-12))[2]
+    start = ten_steps(tmp_path / "start", **flags | dict(lr=1e-12))[2]
     assert not close(weights, start)                            # ten steps are more than rounding
     for name, value in scores.items():                          # sharded, and exact
         assert row[name] == ("" if value is None else f"{value:.7g}"), name
@@ -134,13 +161,19 @@ def test_parts_go_through_the_network_one_by_one(tmp_path, monkeypatch):
 def test_a_run_of_one_process_goes_on_as_two(tmp_path):
     _, _, whole = ten_steps(tmp_path / "whole" / "0")
     ten_steps(tmp_path / "run" / "0", steps=5)
-    job = json.dumps([dict(resume=True)])
-    done = subprocess.run([*TORCHRUN, HERE / "tests" / "processes.py", tmp_path / "run", job], capture_output=True, text=True,
-                          env=ENVIRONMENT, timeout=300)
+    done = under_torchrun(tmp_path / "run", [dict(resume=True, accumulate=2)])  # another number of parts, too
     assert done.returncode == 0 and "continuing after step 5 of 10" in done.stdout, done.stderr[-2000:]
     saved = torch.load(tmp_path / "run" / "0" / "last.pt", weights_only=True)
     assert close(saved["net"], {k: whole[k] for k in saved["net"]})
     assert [r["step"] for r in csv.DictReader((tmp_path / "run" / "0" / "log.csv").open())] == ["5", "10"]
+
+
+@pytest.mark.parametrize("broken, message", [("loss", "loss_(class|aux|rotation) is not finite at step 10"),
+                                             ("data", "the processes of this run see different images")])
+def test_what_is_wrong_in_one_process_is_said_by_all(tmp_path, broken, message):
+    done = under_torchrun(tmp_path / "run", [dict(broken=broken)])
+    assert done.returncode and re.search(message, done.stderr), done.stderr[-3000:]
+    assert "collective" not in done.stderr and not (tmp_path / "run" / "0" / "model.pt").exists()
 
 
 # ---------------------------------------------------------------- stops
@@ -207,6 +240,15 @@ def test_torchrun_restarts_a_run_by_itself(undisturbed, tmp_path):
     output, errors = parent.communicate(timeout=200)
     assert parent.returncode == 0 and "continuing after step" in output, errors
     assert same(everything(tmp_path / "run"), undisturbed)
+
+
+def test_scripts_that_are_not_for_torchrun_and_devices(monkeypatch, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for call in lambda: ablations.ablate("heads"), lambda: evaluate.evaluate("test", "x"):
+        with pytest.raises(SystemExit, match="torchrun is for the training scripts"):
+            call()
+    with pytest.raises(SystemExit, match="--device cuda:1: each process of torchrun has a GPU of its own"):
+        training.check_device("cuda:1")
 
 
 def test_bad_flags_of_two_processes_are_lines(tmp_path):

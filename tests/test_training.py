@@ -234,8 +234,9 @@ def test_a_step_that_the_device_would_not_hold_is_said_before_it(tmp_path, monke
         monkeypatch.undo()
         assert len(lines) >= 2 and "--accumulate 8" in lines[0]
         x, y = torch.zeros(16 // accumulate, 3, 32, 32, dtype=torch.uint8), torch.zeros(8 // accumulate, dtype=torch.long)
-        kept = training.kept_for_backward(net, lambda: objective(net, x[:len(y)], y, x[len(y):], augment=lambda x: x, gen=gen))
-        needs.append(kept)
+        fixed, each = training.kept_for_backward(net, lambda n: objective(net, x[:n], y[:n], x[len(y):len(y) + n], augment=lambda x: x, gen=gen))
+        kept = fixed + each * len(y)
+        needs.append(each * len(y))
         said = float(re.search(r"about ([\d.]+) GiB", lines[-1])[1]) * 2 ** 30
         assert said == pytest.approx(kept + 3 * 4 * sum(p.numel() for p in net.parameters()), rel=0.1, abs=0.06 * 2 ** 30)
     assert needs[0] == pytest.approx(2 * needs[1], rel=0.05)
@@ -243,7 +244,10 @@ def test_a_step_that_the_device_would_not_hold_is_said_before_it(tmp_path, monke
 
 def test_what_is_kept_for_the_gradients_is_counted():
     layer = torch.nn.Linear(100, 10)
-    assert training.kept_for_backward(layer, lambda: layer(torch.zeros(50, 100)).relu()) == 4 * (50 * 100 + 50 * 10)
+    assert training.kept_for_backward(layer, lambda n: layer(torch.zeros(50 * n, 100)).relu()) == (0, 4 * 50 * (100 + 10))
+    with torch.autocast("cpu", torch.bfloat16):                 # its copy of the weights is kept once, whatever the batch
+        fixed, each = training.kept_for_backward(layer, lambda n: layer(torch.zeros(50 * n, 100, requires_grad=True)))
+    assert (fixed, each) == (2 * 100 * 10, 2 * 50 * 100)
 
 
 @pytest.mark.parametrize("precision, dtype", [(None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)])
