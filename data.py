@@ -222,6 +222,7 @@ def load_folder(root, image_size, skip_broken, labels_file=None, crop="pad", fli
             images[part][i] = decode(file, image_size)
             return
         with Image.open(file) as image:
+            refuse_thin(image, image_size, crop)
             image.draft("RGB", (1, 1))                          # a JPEG is read to its end, but not computed in full
             image.load()
 
@@ -352,11 +353,17 @@ def quiet():
 
 def decode(file, image_size, crop="pad"):
     """Any size, any mode: short side scaled to image_size, centre cropped. S4L: scaled to 256 / 224 of it. (S, S, 3)"""
-    short = round(image_size * 256 / 224) if crop == "resized" else image_size
     picture = open_rgb(file)
-    if short ** 2 * max(picture.size) / min(picture.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
-        raise ValueError(f"{picture.width} x {picture.height} pixels are too long and thin")    # scaled it would fill the memory
+    short = refuse_thin(picture, image_size, crop)
     return np.asarray(TF.center_crop(TF.resize(picture, short, antialias=True), image_size))
+
+
+def refuse_thin(picture, image_size, crop):
+    """How long the short side is at test time, unless the picture, scaled so, would fill the memory."""
+    short = round(image_size * 256 / 224) if crop == "resized" else image_size
+    if short ** 2 * max(picture.size) / min(picture.size) > (Image.MAX_IMAGE_PIXELS or math.inf):
+        raise ValueError(f"{picture.width} x {picture.height} pixels are too long and thin")
+    return short
 
 
 def open_rgb(file):

@@ -483,6 +483,12 @@ def test_pictures_that_are_no_pictures_for_us(tmp_path):
     with pytest.raises(ValueError, match="1 x 60000 pixels are too long and thin"):
         data.decode(tmp_path / "thin.png", 224)
     assert data.decode(tmp_path / "thin.png", 8).shape == (8, 8, 3)
+    for part in "train", "test":
+        for name in "ab":
+            (tmp_path / "folder" / part / name).mkdir(parents=True)
+            (tmp_path / "folder" / part / name / "x.png").write_bytes((tmp_path / "thin.png").read_bytes())
+    with pytest.raises(SystemExit, match="4 images cannot be read"):            # before training, also where they stay on disk
+        data.load(str(tmp_path / "folder"), "nowhere", 224, stream=True)
     grey = np.full((8, 8), 0.5, np.float32)
     grey[3, 3] = np.nan
     Image.fromarray(grey).save(tmp_path / "nan.tif")
