@@ -56,7 +56,8 @@ def calculate_imagenet():
         print(f"{classes} rotation heads, {f'features reduced to {dim}' if dim else 'no reduction'}: {sum(heads):,} parameters, "
               f"{3 * 4 * sum(heads) / 2 ** 20:.1f} MiB with gradients and momentum; logits of a step {copies * 4 * classes * 4 / 2 ** 20:.1f} MiB")
     print(f"a copy of an image: {flops / 1e9:.1f} GFLOP forward and backward, {kept / 2 ** 20:.0f} MiB kept for the gradients; "
-          f"{parameters:,} parameters\n\nCALCULATED, at {SHARE_OF_PEAK:.0%} of the peak:")
+          f"{parameters:,} parameters\nCRAE+ takes two passes, and sends {copies * 3 * 224 ** 2 / 1e6:.0f} MB of pictures to every GPU in a step"
+          f"\n\nCALCULATED, at {SHARE_OF_PEAK:.0%} of the peak:")
     result = {}
     for gpu, (peak, memory, inside, between) in GPUS.items():
         for n in 1, 8, 64:

@@ -35,6 +35,7 @@ from tqdm import tqdm
 
 import presets
 
+SMALLEST = 8                                                    # ours: pixels; augmentation pads by an eighth
 ENDINGS = (*datasets.folder.IMG_EXTENSIONS, ".gif")             # of an animated picture the first frame is taken
 
 # ---------------------------------------------------------------- load
@@ -52,7 +53,11 @@ def load(dataset, data_dir, image_size=None, skip_broken=False, labels_file=None
     """
     if dataset == "imagenet" or dataset not in presets.NAMED and os.path.isdir(dataset):
         root = imagenet_folder(data_dir) if dataset == "imagenet" else Path(dataset)
-        return load_folder(root, image_size, skip_broken, labels_file, **reading)
+        loaded = load_folder(root, image_size, skip_broken, labels_file, **reading)
+        found = len(loaded[2]["train"])
+        if dataset == "imagenet" and found != presets.IMAGENET_TRAIN:           # unpacked in part?
+            print(f"note: {found:,} training images in {root}, and ILSVRC-2012 has {presets.IMAGENET_TRAIN:,}")
+        return loaded
     for flag, given in {"labels_file": labels_file, "stream": reading.get("stream"), "crop resized": reading.get("crop") == "resized"}.items():
         if given:
             sys.exit(f"--{flag}: is for folders of pictures and imagenet, which {dataset} is not")
@@ -108,8 +113,8 @@ def to_uint8_rgb(x, image_size, dataset):
     if x.shape[1] != x.shape[2]:
         sys.exit(f"--dataset {dataset}: images of {x.shape[1]} x {x.shape[2]} pixels; a rotation by 90 degrees needs "
                  "square ones: give --image_size")
-    if x.shape[1] < 8:
-        sys.exit(f"--dataset {dataset}: images of {x.shape[1]} pixels are too small; give --image_size 8 or more")
+    if x.shape[1] < SMALLEST:
+        sys.exit(f"--dataset {dataset}: images of {x.shape[1]} pixels are too small; give --image_size {SMALLEST} or more")
     return x.expand(-1, -1, -1, 3).contiguous()
 
 
@@ -211,9 +216,9 @@ def load_folder(root, image_size, skip_broken, labels_file=None, crop="pad", fli
 
     crop, flip, workers: of the Files. stream: whether pictures stay on the disk; None: if they do not fit the device.
     """
+    if image_size < SMALLEST:
+        sys.exit(f"--image_size {image_size}: is too small; give {SMALLEST} or more")
     pieces, classes = list_folder(root)
-    if is_imagenet(classes) and len(pieces["train"][0]) != presets.IMAGENET_TRAIN:
-        print(f"note: {len(pieces['train'][0]):,} training images, and ILSVRC-2012 has {presets.IMAGENET_TRAIN:,}")
     on_disk = needs_files(pieces, image_size, crop, stream, device)
     images = {part: np.empty((0 if on_disk else len(files), image_size, image_size, 3), np.uint8) for part, (files, _) in pieces.items()}
 
@@ -327,7 +332,7 @@ def try_files(read, pieces, root, skip_broken):
         try:
             read(*job)
         except Exception as error:                              # PIL raises many things for bad files
-            return " ".join(str(error).split()) or type(error).__name__
+            return in_short(error)
 
     good, broken = {}, []
     with ThreadPoolExecutor() as pool:
@@ -407,7 +412,7 @@ class Files(Dataset):
                 return torch.from_numpy(decode(file, size, self.crop).copy())   # (S, S, 3)
             picture = open_rgb(file)
         except Exception as error:                              # it could be read before
-            raise OSError(f"cannot read {file} any more: {' '.join(str(error).split()) or type(error).__name__}")
+            raise OSError(f"cannot read {file} any more: {in_short(error)}")
         with torch.random.fork_rng(devices=[]):                 # RandomResizedCrop takes no generator
             torch.manual_seed(seed)
             box = RandomResizedCrop.get_params(picture, scale=(0.05, 1.0), ratio=(3 / 4, 4 / 3))        # S4L
@@ -551,16 +556,18 @@ def make_split(labels, parts, n_labels, validation, seed, s4l=False):
     return dict(labeled=labeled, unlabeled=np.concatenate([rest, given]), validation=held, test=test)
 
 
-def find_listed(path, train):
-    """Which training files a list names, one a line: n01440764_10026.JPEG, or with its folder in front, as in S4L's and
-    SimCLR's lists. Places in `train`."""
+def read_list(path):
+    """The pictures that a list names, one a line: n01440764_10026.JPEG, or with its folder in front, as S4L and SimCLR do."""
     try:
         names = [Path(line.strip()).parts[-2:] for line in Path(path).read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        sys.exit(f"--labels_file {path}: cannot be read ({error})")
-    if not names:
-        sys.exit(f"--labels_file {path}: names no image")
-    places = {}
+        sys.exit(f"--labels_file {path}: cannot be read ({in_short(error)})")
+    return names or sys.exit(f"--labels_file {path}: names no image")
+
+
+def find_listed(path, train):
+    """Places in `train`, the training files, of those that a list names."""
+    names, places = read_list(path), {}
     for i, file in enumerate(train):
         folder, name = Path(file).parts[-2:]
         places[folder, name] = i
@@ -619,7 +626,7 @@ def everyone(x, sets=1):
 
 
 def beside(x, order, sets=1):
-    """x[order], where order(n) orders the images of all processes; of parts each has an order of its own."""
+    """x[order], where `order` is one of the images of all processes; of parts each has an order of its own."""
     rank, world, *_ = _share
     return everyone(x, sets)[rows_of(order, sets, rank, world)]
 

@@ -82,7 +82,7 @@ def load_model(run):
         saved["image_size"], saved["classes"], saved["crop"]
         first_stage = saved["method"] == "rotation"
     except Exception as error:                                  # whatever a damaged or foreign file makes torch raise
-        sys.exit(f"RUN {run}: its model.pt cannot be read ({' '.join(str(error).split())[:100]})")
+        sys.exit(f"RUN {run}: its model.pt cannot be read ({data.in_short(error)})")
     if first_stage:
         sys.exit(f"RUN {run}: is the first stage of fine_tune, whose classifier was never trained; the run is {run.parent}")
     return net.eval(), saved
@@ -204,7 +204,7 @@ def read(item, image_size, crop):
     try:
         return (None, problem) if problem else (data.decode(file, image_size, crop), None)
     except Exception as error:                                  # PIL raises many things for bad files
-        return None, " ".join(str(error).split()) or type(error).__name__
+        return None, data.in_short(error)
 
 
 def predict(net, saved, arguments, out, batch, device):

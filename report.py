@@ -89,7 +89,8 @@ def read_run(path):
         raise ValueError("no test error, or an epoch of no steps")
     return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]), seed=int(config["seed"]),
                 labels=labels_of(config["labels"]), rot_dim=config["rot_dim"] and int(config["rot_dim"]),
-                own_dim="rot_dim" not in config["changed"], changed={k: v for k, v in config["changed"].items() if k != "rot_dim"}, heads=int(heads), steps=steps,
+                own_dim="rot_dim" not in config["changed"], changed={k: v for k, v in config["changed"].items() if k != "rot_dim"},
+                heads=int(heads), steps=steps,
                 step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]), finished=finished,
                 parameters=int(config["resolved"]["parameters"]), errors=errors, unlabeled=unlabeled,
                 error=statistics.median([e for _, e in errors][-training.rows_that_count(config):]) if errors else None,

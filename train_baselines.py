@@ -407,7 +407,7 @@ def find_pretrained(path, flag, config):
         if (method, arch) == ("rotation", config["arch"]):
             make_model(arch, 2, 0).backbone.load_state_dict(weights)
     except Exception as error:                                  # whatever a damaged or foreign file makes torch raise
-        sys.exit(f"{flag}: cannot be read as a saved model ({' '.join(str(error).split())[:100]})")
+        sys.exit(f"{flag}: cannot be read as a saved model ({training.cause(error)})")
     if (method, arch) != ("rotation", config["arch"]):
         sys.exit(f"{flag}: has a {arch} of method {method}; needed are the weights of a first stage "
                  f"(<run>/pretrain/model.pt) for {config['arch']}")

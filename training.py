@@ -195,12 +195,13 @@ def resolve(train, flags, method, unnamed=(), constants={}):
         value = flags.get(name)
         if value is not None and not 0 < (float(value.rstrip("%")) if isinstance(value, str) else value) < math.inf:
             sys.exit(f"--{name} {value}: must be more than 0, and finite")
-    for name, most in dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16, steps=2 ** 53).items():   # ours: beyond any machine
+    most_of = dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16, steps=2 ** 53)       # ours: beyond any machine
+    for name, most in most_of.items():
         if (flags.get(name) or 0) > most:
             sys.exit(f"--{name} {flags[name]}: must be {most} or less")
     if str(flags.get("labels"))[-1] == "%" and float(flags["labels"].rstrip("%")) > 100:
         sys.exit(f"--labels {flags['labels']}: is more than all")
-    in_list = count_lines(flags["labels_file"]) if flags.get("labels_file") else None
+    in_list = len(data.read_list(flags["labels_file"])) if flags.get("labels_file") else None
     preset = presets.for_dataset(flags["dataset"], in_list or flags.get("labels"), flags.get("batch")) | constants
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
     if in_list:
@@ -232,8 +233,7 @@ def resolve(train, flags, method, unnamed=(), constants={}):
     if not config["out"]:
         dataset = os.path.basename(os.path.abspath(config["dataset"])).removesuffix(".npz")
         others = [f"{k}{Path(v).name if isinstance(v, str) else v}" for k, v in changed.items()]        # no slash in a name
-        n = f"{in_list}" if in_list else config["labels"] or "all"
-        name = [dataset, n, method, config["seed"], *others]
+        name = [dataset, in_list or config["labels"] or "all", method, config["seed"], *others]
         config["out"] = str(Path("runs", "_".join(map(str, name))))
     words = [f"--{k}" if v is True else f"--{k}={shlex.quote(str(v))}" for k, v in given.items() if k != "resume"]
     config["rot_dim"] = config["rot_dim"] or None               # 0: no reduction, also where the preset has one
@@ -241,15 +241,6 @@ def resolve(train, flags, method, unnamed=(), constants={}):
     config["command"] = " ".join(["python", shlex.quote(os.path.relpath(inspect.getsourcefile(train))), *words])
     config["paper"] = None if changed else paper_error(config["dataset"], config["labels"], method)
     return config
-
-
-def count_lines(path):
-    """How many images a list names; the list itself is read with the data."""
-    try:
-        n = sum(bool(line.strip()) for line in Path(path).read_text().splitlines())
-    except (OSError, ValueError) as error:
-        sys.exit(f"--labels_file {path}: cannot be read ({cause(error)})")
-    return n or sys.exit(f"--labels_file {path}: names no image")
 
 
 def paper_error(dataset, labels, method):
@@ -504,7 +495,7 @@ def sync(path):
 def cause(error):
     """Why, in a few words: the system's own, where it was the reason of the reason."""
     system = next((e for e in (error, error.__context__, error.__cause__) if getattr(e, "strerror", None)), None)
-    return system.strerror if system else " ".join(str(error).split())[:100] or type(error).__name__
+    return system.strerror if system else data.in_short(error)
 
 
 def save_tensors(saved, path):

@@ -318,6 +318,9 @@ def test_bad_folders(tmp_path):
     root = make_folder(tmp_path / "differ")
     (tmp_path / "differ" / "test" / "ö").rename(tmp_path / "differ" / "test" / "o")
     refused(root, "differ: o, ö")
+    for stream in False, True:
+        with pytest.raises(SystemExit, match="--image_size 7: is too small; give 8 or more"):
+            data.load(root, "nowhere", image_size=7, stream=stream)
     root = make_folder(tmp_path / "broken")
     (tmp_path / "broken" / "train" / "ö" / "bad.jpg").write_bytes(b"not a picture")
     refused(root, "bad.jpg")
@@ -671,12 +674,13 @@ def test_imagenet_split_is_s4ls(monkeypatch):
 
 
 @pytest.mark.parametrize("script, flags", [(train_crae, {}), (train_baselines, dict(method="s4l")), (train_baselines, dict(method="labeled_only"))])
-def test_imagenet_from_end_to_end(tmp_path, monkeypatch, script, flags):
+def test_imagenet_from_end_to_end(tmp_path, monkeypatch, capsys, script, flags):
     """The preset as it is but for sizes: streaming, S4L's crops, SGD with warm-up and steps down, no average, top-5."""
     monkeypatch.setitem(presets.IMAGENET_LABELED, "1%", 8)
     monkeypatch.setitem(presets.imagenet_1, "validation", 3)
     row = script.train(dataset="imagenet", data_dir=imagenet(tmp_path), labels="1%", batch=4, steps=10, image_size=32, arch="wrn-10-0.25",
                        device="cpu", out=str(tmp_path / "run"), **flags)
+    assert "note: 18 training images in " in capsys.readouterr().out            # a part of ILSVRC-2012, and that is said
     config = json.loads((tmp_path / "run" / "config.json").read_text())
     assert config["resolved"]["images"] == dict(labeled=8, unlabeled=18, validation=3, test=18) and config["epoch"] == 2
     assert config["resolved"]["rotation_heads"] == (3 if script is train_crae else int(flags["method"] == "s4l"))
