@@ -1,16 +1,47 @@
-"""The tables and figures of the paper's ablation section: each trains the runs it needs, then shows its table.
+"""The paper's ablation tables and figures. Each table trains the runs it needs and is then printed.
 
     python ablations.py components --dataset digits --labels 50 --seeds 0,1,2 --jobs 2
     python ablations.py ensemble --dataset cifar10 --labels 250,4000 --seeds 0,1,2,3,4
     python ablations.py rotation_dim --dataset digits --labels 50
     python ablations.py diversity --dataset digits --labels 50
 
-The runs are runs of train_crae.py, in the folder that `python report.py` reads. Finished ones are not repeated, also if
-another table or a person has made them; unfinished ones are continued. So the same command continues a stopped sweep.
+The runs are ordinary runs of the training scripts, in the folder that report.py reads. Finished runs are not
+repeated, no matter who started them, and unfinished ones are continued. So the same command continues a
+stopped sweep.
 """
+import cli
+
+FLAGS = {
+    "table": (("components", "ensemble", "aux_classifier", "heads", "rotation_dim", "diversity"),
+              cli.WORD, """\
+components      CRAE; with ext. 1; with ext. 1 and 2 (CRAE+); without rotation branches; the
+                same with ext. 1; with ext. 2 only
+ensemble        CRAE, the ensembles random, independent and detached p(y|x), and CRAE+
+aux_classifier  CRAE and CRAE+, each with and without the additional classifier
+heads           the ensemble independent with 2, 10 and 20 rotation classifiers
+rotation_dim    CRAE with fewer and fewer features in front of the rotation heads, and the
+                parameters, time and memory of the heads
+diversity       the diversity matrices of CRAE and CRAE+ as figures, and the mean of their
+                diagonals for every epoch"""),
+    "dataset": (str, "digits", "as for train_crae.py"),
+    "labels": ([cli.count], None, "numbers of labelled images, for example 250,4000, or shares such as 10% "
+                                  "(default: the preset's)"),
+    "seeds": ([int], [0], "seeds, for example 0,1,2"),
+    "steps": (int, None, "training steps of each run (default: the preset's)"),
+    "arch": cli.NETWORK_FLAGS["arch"],
+    "batch": (int, None, "labelled images per step, and as many unlabelled ones (default: the preset's)"),
+    "image_size": cli.RUN_FLAGS["image_size"],
+    "data_dir": cli.RUN_FLAGS["data_dir"],
+    "out": (str, "runs", "folder of the runs; tables and figures are written to its _ablations/"),
+    "jobs": (int, 1, "runs at the same time; they share the CPU cores or the GPUs"),
+    "device": (str, None, "cpu or cuda (default: cuda if available)"),
+}
+
+if __name__ == "__main__":
+    ARGUMENTS = cli.parse(FLAGS, __doc__)   # before torch is imported: a mistyped flag is reported at once
+
 import collections
 import csv
-import inspect
 import os
 import shlex
 import signal
@@ -19,108 +50,98 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Literal
 
 import torch
 from tqdm import tqdm
 
+import devices
+import models
+import plots
 import presets
 import report
+import run_folder
+import train_baselines
 import train_crae
-import training
-from models import check_arch, make_model
 
-# What each row is, as flags of train_crae.py.
+SCRIPTS = {"train_crae.py": train_crae, "train_baselines.py": train_baselines}
+
+# The rows of each table as flags of train_crae.py, or of the script named by `script`.
 ROWS = dict(
-    components=[{}, dict(ext1=True), dict(plus=True), dict(heads=0), dict(heads=0, ext1=True), dict(ext2=True)],
+    components=[{}, dict(ext1=True), dict(plus=True), dict(heads=0), dict(heads=0, ext1=True),
+                dict(ext2=True)],
     ensemble=[{}, dict(select="random"), dict(select="independent"), dict(select="detach"), dict(plus=True)],
     aux_classifier=[{}, dict(aux=False), dict(plus=True), dict(plus=True, aux=False)],
-    heads=[dict(select="independent", heads=k) for k in (2, 10, 20)],           # the paper's
+    heads=[dict(select="independent", heads=k) for k in (2, 10, 20)],           # the numbers in the paper
     diversity=[{}, dict(plus=True)],
 )
 
 
-def ablate(table: Literal["components", "ensemble", "aux_classifier", "heads", "rotation_dim", "diversity"],
-           dataset: str = "digits", labels: list[int | str | None] | None = None, seeds: list[int] = [0], steps: int | None = None,
-           arch: str | None = None, batch: int | None = None, image_size: int | None = None, data_dir: str = "data",
-           out: str = "runs", jobs: int = 1, device: str | None = None) -> list:
-    """TABLE           one of
-        components      CRAE, + ext. 1, + ext. 1 and 2 (CRAE+), without rotation branches, the same + ext. 1, + ext. 2 alone
-        ensemble        CRAE against random select, independent, detached p(y|x), and CRAE+
-        aux_classifier  CRAE and CRAE+ with and without the additional classifier
-        heads           the independent ensemble with 2, 10 and 20 rotation classifiers
-        rotation_dim    CRAE with fewer and fewer features in front of the rotation heads; parameters, time and memory
-        diversity       the matrices of the rotation heads of CRAE and CRAE+, as pictures and as one number an epoch
-
-    --dataset       as for train_crae.py; without it digits
-    --labels        numbers of labelled images, 250,4000 or just one, or shares such as 10%; without it the preset's
-    --seeds         0,1,2 or just one
-    --steps         training steps of each run; without it the preset's
-    --arch          wrn-<depth>-<width> or resnet50v2; without it the preset's
-    --batch         labelled images in a step, and as many unlabelled ones; without it the preset's
-    --image_size    pixels
-    --data_dir      where downloaded datasets are kept
-    --out           the folder that holds the runs; pictures and tables go to its _ablations/
-    --jobs          runs side by side; they share out the cores, or the GPUs
-    --device        cpu, cuda; without it cuda where there is one
-    --help          this text
-    """
-    training.refuse_torchrun("ablations.py; --jobs shares out the GPUs")
+@cli.strict(FLAGS)
+def ablate(table, dataset, labels, seeds, jobs, out, device, **others):
+    """Train the runs of a table, print it and write it to _ablations/. Returns its rows."""
+    cli.refuse_torchrun("ablations.py; --jobs distributes runs over the GPUs")
     if jobs < 1:
-        sys.exit(f"--jobs {jobs}: must be 1 or more")
+        raise cli.Refused(f"--jobs {jobs}: must be 1 or more")
     if min(seeds) < 0:
-        sys.exit(f"--seeds {min(seeds)}: must be 0 or more")
+        raise cli.Refused(f"--seeds {min(seeds)}: must be 0 or more")
     if os.path.exists(out) and not os.path.isdir(out):
-        sys.exit(f"--out {out}: is a file")
-    common = dict(dataset=dataset, steps=steps, arch=arch, batch=batch, image_size=image_size, data_dir=data_dir, device=device)
+        raise cli.Refused(f"--out {out}: is a file; give a folder")
     preset = presets.for_dataset(dataset)
-    rows = ([dict(rot_dim=dim) for dim in dims_of(arch or preset["arch"])] if table == "rotation_dim" else
-            [dict(row) for row in ROWS[table]])
     labels, seeds = list(dict.fromkeys(labels or [preset["labels"]])), list(dict.fromkeys(seeds))
-    num_classes = check_data(table, [settle(common | dict(labels=n, seed=seeds[0]), out)["config"] for n in labels])
+    common = dict(dataset=dataset, device=device, **others)
+    rows = rows_of(table, others["arch"] or preset["arch"])
+    first = [plan_run(common | dict(labels=n, seed=seeds[0]), out)["config"] for n in labels]
+    num_classes = check_splits(table, first)
     for row in rows:
-        if row.get("heads") == num_classes:                     # the ensemble's own number: one experiment, one name
+        if row.get("heads") == num_classes:     # the default of `independent`: one experiment has one name
             row.pop("heads")
-    runs = [settle(row | common | dict(labels=n, seed=seed), out) for n in labels for row in rows for seed in seeds]
+    runs = [plan_run(row | common | dict(labels=n, seed=seed), out)
+            for n in labels for row in rows for seed in seeds]
     for run in runs:
-        if training.holds_anything(run["folder"]):
-            training.refuse_other_flags(run["config"] | dict(out=str(run["folder"])))
-    training.make_folder(out)
-    with training.locked(out):
+        if run_folder.holds_anything(run["folder"]):
+            run_folder.refuse_other_flags(run["config"] | dict(out=str(run["folder"])))
+    run_folder.make_folder(out)
+    with run_folder.locked(out):
         failed = sweep(runs, jobs, device)
-    shown = show(table, [run for run in runs if finished(run)], [n or "all" for n in labels], num_classes, Path(out))
+    done = [run for run in runs if is_finished(run)]
+    shown = show_table(table, done, [n or "all" for n in labels], num_classes, Path(out))
     if failed:
-        sys.exit(f"{len(failed)} of {len(runs)} runs failed, the first: {failed[0]}")
+        raise cli.Refused(f"{len(failed)} of {len(runs)} runs failed; the first is {failed[0]}")
     return shown
 
 
-def check_data(table, configs):
-    """What the data would refuse is refused now, for each number of labels; the number of classes."""
-    _, y, parts, classes = training.load_images(configs[0])
-    for config in configs:
-        split = training.draw_split(config, y, parts)
-        if table == "diversity" and (y[split["unlabeled"]] < 0).all():
-            sys.exit(f"--dataset {config['dataset']}: the classes of its unlabelled images are not known, so there is no diversity matrix")
-    return len(classes)
+def rows_of(table, arch):
+    """The flags of each row of a table."""
+    if table != "rotation_dim":
+        return [dict(row) for row in ROWS[table]]
+    return [dict(rot_dim=dim) for dim in dims_of(arch)]
 
 
 def dims_of(arch):
-    """No reduction, then the feature width and every power of two below it, down to 4."""
-    check_arch(arch)
-    width = make_model(arch, 2, 0).backbone.num_features
-    return [0, width, *(2 ** k for k in range(20, 1, -1) if 2 ** k < width)]
+    """0 (no reduction), the number of features, and every smaller power of two down to 4."""
+    models.check_arch(arch)
+    features = models.make_model(arch, 2, 0).backbone.num_features
+    return [0, features, *(2 ** k for k in range(20, 1, -1) if 2 ** k < features)]
 
 
-def settle(flags, out):
-    """A run before it begins: its flags, its values and its folder, named as train_crae.py would name it."""
-    defaults = {name: p.default for name, p in inspect.signature(train_crae.train).parameters.items()}
-    flags = {k: v for k, v in flags.items() if v != defaults[k]}
-    every = defaults | flags
-    method = train_crae.method_name(every["plus"] or every["ext1"], every["plus"] or every["ext2"], every["entmin"], every["select"],
-                                    every["heads"], every["aux"])
-    config = training.resolve(train_crae.train, every, method, unnamed=train_crae.NAMED_BY_METHOD)
-    config |= dict(ext1=every["plus"] or every["ext1"], ext2=every["plus"] or every["ext2"])            # as train_crae.py does
-    return dict(flags=flags, config=config, folder=Path(out, Path(config["out"]).name))
+def check_splits(table, configs):
+    """Refuse numbers of labels that the data does not have, before any run. Returns the number of classes."""
+    _, y, parts, classes = run_folder.load_images(configs[0])
+    for config in configs:
+        split = run_folder.draw_split(config, y, parts)
+        if table == "diversity" and (y[split["unlabeled"]] < 0).all():
+            raise cli.Refused(f"--dataset {config['dataset']}: the classes of its unlabelled images are "
+                              "unknown, so there is no diversity matrix")
+    return len(classes)
+
+
+def plan_run(flags, out):
+    """A run before it starts: script, flags, values, and the folder, named as the script would name it."""
+    script = flags.get("script", "train_crae.py")
+    table = SCRIPTS[script].FLAGS
+    flags = {name: value for name, value in flags.items() if name != "script" and value != table[name][1]}
+    config = SCRIPTS[script].configure(**flags)
+    return dict(script=script, flags=flags, config=config, folder=Path(out, Path(config["out"]).name))
 
 
 # ---------------------------------------------------------------- the sweep
@@ -128,29 +149,31 @@ def settle(flags, out):
 
 def steps_done(run):
     try:
-        rows = training.read_rows(run["folder"] / "log.csv", run["config"]["steps"])
+        rows = run_folder.read_rows(run["folder"] / "log.csv", run["config"]["steps"])
         return int(rows[-1]["step"]) if rows else 0
-    except (OSError, ValueError, KeyError, csv.Error):          # a damaged log: train_crae.py will say so
+    except (OSError, ValueError, KeyError, csv.Error):          # a damaged log, which the run itself reports
         return 0
 
 
-def finished(run):
+def is_finished(run):
     return steps_done(run) == run["config"]["steps"] and (run["folder"] / "model.pt").exists()
 
 
-def start(run, place, jobs, device):
-    """train_crae.py as a process of its own, with its share of the cores or one of the GPUs."""
-    words = [f"--{k}={v}" for k, v in run["flags"].items()]
-    environment = dict(os.environ, OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // jobs))))
+def start_run(run, slot, jobs, device):
+    """Start a training script as a process with its share of the CPU cores, or with one of the GPUs."""
+    words = [f"--{name}={value}" for name, value in run["flags"].items()]
+    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, devices.cores() // jobs)))
+    environment = dict(os.environ, OMP_NUM_THREADS=threads)
     if device in (None, "cuda") and torch.cuda.device_count() > 1:
-        gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        gpus = gpus if gpus != [""] else [str(k) for k in range(torch.cuda.device_count())]
-        environment["CUDA_VISIBLE_DEVICES"] = gpus[place % len(gpus)]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = visible.split(",") if visible else [str(k) for k in range(torch.cuda.device_count())]
+        environment["CUDA_VISIBLE_DEVICES"] = gpus[slot % len(gpus)]
     output = tempfile.TemporaryFile("w+")
-    script = Path(train_crae.__file__)
-    process = subprocess.Popen([sys.executable, script, *words, f"--out={run['folder']}", "--resume"], stdout=output,
-                               stderr=subprocess.STDOUT, env=environment, start_new_session=True)
-    return dict(process=process, output=output, run=run, place=place)
+    script = Path(__file__).with_name(run["script"])
+    command = [sys.executable, script, *words, f"--out={run['folder']}", "--resume"]
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment,
+                               start_new_session=True)
+    return dict(process=process, output=output, run=run, slot=slot)
 
 
 def last_line(output):
@@ -159,18 +182,19 @@ def last_line(output):
 
 
 def sweep(runs, jobs, device):
-    """All runs to their end, `jobs` at a time; stopped, they save what they have. What failed, a line each."""
-    waiting = collections.deque(run for run in runs if not finished(run))
-    print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished before", flush=True)
-    running, failed, total = [], [], sum(run["config"]["steps"] for run in runs)
+    """Finish all runs, `jobs` at a time. Returns one line per run that failed."""
+    waiting = collections.deque(run for run in runs if not is_finished(run))
+    print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them already finished", flush=True)
+    running, failed = [], []
+    total = sum(run["config"]["steps"] for run in runs)
     done = {run["folder"]: steps_done(run) for run in runs}
-    with training.stop_signals() as stop, tqdm(total=total, initial=sum(done.values()), unit="step", disable=None,
-                                               smoothing=0) as bar:
+    with cli.stop_signals() as stop, tqdm(total=total, initial=sum(done.values()), unit="step", disable=None,
+                                          smoothing=0) as bar:
         try:
             while (running or waiting) and not stop:
                 while waiting and len(running) < jobs:
-                    free = min(set(range(jobs)) - {job["place"] for job in running})
-                    running.append(start(waiting.popleft(), free, jobs, device))
+                    slot = min(set(range(jobs)) - {job["slot"] for job in running})
+                    running.append(start_run(waiting.popleft(), slot, jobs, device))
                 time.sleep(0.5)
                 done |= {job["run"]["folder"]: steps_done(job["run"]) for job in running}
                 for job in [job for job in running if job["process"].poll() is not None]:
@@ -180,100 +204,120 @@ def sweep(runs, jobs, device):
                     if job["process"].returncode:
                         failed.append(f"{job['run']['folder']}: {line}")
                 bar.n = sum(done.values())
-                bar.set_postfix_str(f"{len(runs) - len(waiting) - len(running)} of {len(runs)} runs", refresh=True)
-        finally:                                                # whatever ended the sweep, its runs save and end with it
+                ended = len(runs) - len(waiting) - len(running)
+                bar.set_postfix_str(f"{ended} of {len(runs)} runs", refresh=True)
+        finally:                                # whatever ends the sweep, its runs save and end as well
             for job in running:
                 job["process"].send_signal(signal.SIGTERM)
             for job in running:
                 job["process"].wait()
     if stop:
-        print(f"stopped; to continue: python {shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])}", file=sys.stderr)
-        sys.exit(128 + stop[0])
+        command = shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+        raise cli.Stopped(stop[0], f"stopped; to continue: python {command}")
     return failed
 
 
-# ---------------------------------------------------------------- what it shows
+# ---------------------------------------------------------------- the tables
 
 
-def show(table, runs, labels, num_classes, out):
-    """The table, printed, returned and in _ablations/, with the pictures that belong to it."""
+def show_table(table, runs, labels, num_classes, out):
+    """Print the table and write it to _ablations/ with its figures. Returns its rows."""
     folder = out / "_ablations"
-    folder.mkdir(parents=True, exist_ok=True)
+    run_folder.make_folder(folder)
     if not runs:
         return []
     done = [report.read_run(run["folder"]) for run in runs]
-    dataset = "_".join(filter(None, [report.file_name(done[0]["dataset"]), report.file_name(report.setting_of(done[0]))]))
+    setting = report.file_name(report.setting_of(done[0]))
+    dataset = "_".join(filter(None, [report.file_name(done[0]["dataset"]), setting]))
     if table == "rotation_dim":
-        rows = [row for n in labels for row in dim_rows(done, n, runs[0]["config"], num_classes)]
-        for n in labels:
-            report.draw_rotation_dim(report.rotation_dim_rows(done, n), f"{dataset}, {n} labels", folder / f"rotation_dim_{dataset}_{n}.png")
+        rows = rotation_dim_table(done, labels, runs[0]["config"], num_classes, dataset, folder)
     elif table == "diversity":
-        rows = diversity_rows(done, labels, dataset, folder)
-        if not rows:
-            return []
+        rows = diversity_table(done, labels, dataset, folder)
     else:
-        paper = {} if report.setting_of(done[0]) else {(r["labels"], r["method"]): r["value"] for r in report.paper_numbers()
-                                                       if r["table"] == table and r["dataset"] == done[0]["dataset"]}
-        rows = [dict(labels=n, method=report.METHODS[method], error=report.mean_std(report.errors_of(done, method, n)),
-                     paper=paper.get((str(n), method), "")) for n in labels for method in report.TABLES[table][1]
-                if report.errors_of(done, method, n)]
-    path = folder / f"{table}_{dataset}_{'_'.join(map(str, labels))}.csv"        # one for each setting: none is overwritten
-    training.write_whole(path, lambda tmp: training.write_rows(tmp, rows, "w"))
-    widths = {k: max(len(str(row[k])) for row in [*rows, {k: k}]) for k in rows[0]}
-    shown = rows if len(rows) < 40 else rows[:: len(rows) // 20]        # an epoch's line for twenty of them is enough here
-    for row in [{k: k for k in rows[0]}, *shown]:
-        print("  ".join(f"{row[k]!s:<{widths[k]}}" for k in row).rstrip())
-    print(f"{path}, {', '.join(p.name for p in sorted(folder.glob(f'{table}_{dataset}*.png'))) or 'no pictures'}; "
-          f"all tables and figures: python report.py {out}")
+        rows = method_table(table, done, labels)
+    if not rows:
+        return []
+    path = folder / f"{table}_{dataset}_{'_'.join(map(str, labels))}.csv"       # one file per setting
+    run_folder.write_whole(path, lambda tmp: run_folder.write_rows(tmp, rows, "w"))
+    print_table(rows)
+    figures = ", ".join(p.name for p in sorted(folder.glob(f"{table}_{dataset}*.png"))) or "no figures"
+    print(f"{path}, {figures}; for all tables and figures: python report.py {out}")
     return rows
 
 
-def dim_rows(done, labels, config, num_classes):
-    """Errors beside what the rotation heads cost: parameters, time and memory at this batch."""
+def print_table(rows):
+    """Print about 20 rows if there is one per epoch, else all."""
+    shown = rows if len(rows) < 40 else rows[::len(rows) // 20]
+    widths = {k: max(len(str(row[k])) for row in [*rows, {k: k}]) for k in rows[0]}
+    for row in [{k: k for k in rows[0]}, *shown]:
+        print("  ".join(f"{row[k]!s:<{widths[k]}}" for k in row).rstrip())
+
+
+def method_table(table, done, labels):
+    """One row per number of labels and method; the paper's numbers only for the preset's values."""
+    paper = {}
+    if not report.setting_of(done[0]):
+        paper = {(r["labels"], r["method"]): r["value"] for r in presets.paper_numbers()
+                 if r["table"] == table and r["dataset"] == done[0]["dataset"]}
     rows = []
-    for row in report.rotation_dim_rows(done, labels):
-        parameters, microseconds, memory = head_cost(config, num_classes, row["rot_dim"])
-        rows.append(dict(labels=labels, rot_dim=row["rot_dim"] or "no reduction", error=report.mean_std(row["errors"]),
-                         head_parameters=parameters, head_microseconds=f"{microseconds:.0f}", head_kilobytes=f"{memory / 1024:.0f}"))
+    for n in labels:
+        for method in report.TABLES[table][1]:
+            errors = report.errors_of(done, method, n)
+            if errors:
+                rows.append(dict(labels=n, method=report.METHODS[method], error=report.mean_std(errors),
+                                 paper=paper.get((str(n), method), "")))
+    return rows
+
+
+def diversity_table(done, labels, dataset, folder):
+    """One row per run and epoch, and the paper's two figures for the first seed."""
+    for n in labels:
+        some = [r for r in done if r["labels"] == n]
+        report.diversity_figures(some, f"{dataset}, {n} labels", folder, f"diversity_{dataset}_{n}")
+    return [dict(labels=r["labels"], method=report.METHODS[r["method"]], seed=r["seed"],
+                 epoch=f"{step / r['epoch']:g}", mean_diagonal=f"{report.mean_diagonal(matrix):.4f}")
+            for r in done for step, matrix in r["matrices"].items()]
+
+
+def rotation_dim_table(done, labels, config, num_classes, dataset, folder):
+    """One row per dimension: errors, and parameters, time and memory of the rotation heads; and a figure."""
+    rows = []
+    for n in labels:
+        of_labels = report.rotation_dim_rows(done, n)
+        for row in of_labels:
+            parameters, microseconds, memory = head_cost(config, num_classes, row["rot_dim"])
+            rows.append(dict(labels=n, rot_dim=row["rot_dim"] or "no reduction",
+                             error=report.mean_std(row["errors"]), head_parameters=parameters,
+                             head_microseconds=f"{microseconds:.0f}", head_kilobytes=f"{memory / 1024:.0f}"))
+        path = folder / f"rotation_dim_{dataset}_{n}.png"
+        if of_labels:
+            plots.plot_rotation_dim(of_labels, f"{dataset}, {n} labels", path)
     return rows
 
 
 def head_cost(config, num_classes, rot_dim, repeats=50):
-    """The rotation heads alone, forward and backward, for the 8 B copies of a step.
+    """Parameters, microseconds and bytes of the rotation heads, forward and backward, for one step.
 
-    Time: the fastest of `repeats`, which other programs disturb least. Memory, calculated: four float32 copies of the parameters (weights, gradient, Adam's
-    two averages), and the reduced features and logits with their gradients.
+    Time: the fastest of `repeats`, which other programs disturb least. Memory is calculated: four float32
+    copies of the parameters (weights, gradient, Adam's two averages), and the reduced features and logits
+    with their gradients.
     """
     device = torch.device(config["device"])
     torch.manual_seed(0)
-    net = make_model(config["arch"], num_classes, num_classes, rot_dim).to(device)
+    net = models.make_model(config["arch"], num_classes, num_classes, rot_dim).to(device)
     heads = torch.nn.Sequential(*filter(None, (net.reduce, net.rotation)))
-    features = torch.randn(8 * config["batch"], net.backbone.num_features, device=device, requires_grad=True)
+    copies = 8 * config["batch"]                # four rotations of labelled and unlabelled images
+    features = torch.randn(copies, net.backbone.num_features, device=device, requires_grad=True)
     times = []
     for _ in range(repeats):
         before = time.perf_counter()
         heads(features).sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        devices.synchronize(device)
         times.append(time.perf_counter() - before)
     parameters = sum(p.numel() for p in heads.parameters())
-    activations = len(features) * ((rot_dim or 0) + 4 * num_classes)
+    activations = copies * ((rot_dim or 0) + 4 * num_classes)
     return parameters, 1e6 * min(times), 4 * (4 * parameters + 2 * activations)
 
 
-def diversity_rows(done, labels, dataset, folder):
-    """One number an epoch for each run, and the paper's two figures for the first seed."""
-    for n in labels:
-        first = {m: r for m in ("crae", "crae_plus") for r in done[::-1] if r["method"] == m and r["labels"] == n and r["matrices"]}
-        for method, run in first.items():
-            report.draw_diversity(run, f"{report.METHODS[method]}, {dataset}, {n} labels, seed {run['seed']}",
-                                  folder / f"diversity_{dataset}_{n}_{method}.png")
-        if len(first) == 2:
-            report.draw_diversity_pair(*first.values(), f"{dataset}, {n} labels", folder / f"diversity_{dataset}_{n}.png")
-    return [dict(labels=r["labels"], method=report.METHODS[r["method"]], seed=r["seed"], epoch=f"{step / r['epoch']:g}",
-                 mean_diagonal=f"{report.mean_diagonal(matrix):.4f}")
-            for r in done for step, matrix in r["matrices"].items()]
-
-
 if __name__ == "__main__":
-    training.command_line(ablate)
+    cli.run(ablate, ARGUMENTS)

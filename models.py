@@ -1,17 +1,18 @@
-"""Backbones (WideResNet, ResNet50v2) and their heads: class, auxiliary class, K rotation heads.
+"""Backbones (WideResNet, ResNet50v2) and their heads: classifier, additional classifier, K rotation heads.
 
     net = make_model("wrn-28-2", num_classes=10, rot_heads=10)
     class_logits, aux_logits, rot_logits = net(x)               # (N, 10), (N, 10), (N, 10, 4)
-    logits = classify(net, x)                                   # test time: backbone and one classifier, (N, 10)
+    logits = classify(net, x)                                   # test time: backbone and classifier, (N, 10)
 
-Images come in scaled to [-1, 1], three channels, any square size.
+The input is scaled to [-1, 1] and has three channels and any square size.
 """
 import re
-import sys
 from contextlib import contextmanager
 
 import torch.nn.functional as F
 from torch import nn
+
+import cli
 
 
 class WideBlock(nn.Module):
@@ -20,23 +21,24 @@ class WideBlock(nn.Module):
     def __init__(self, c_in, c_out, stride, activate_shortcut, bn_momentum):
         super().__init__()
         self.stride, self.activate_shortcut = stride, activate_shortcut
-        self.bn1 = nn.BatchNorm2d(c_in, eps=1e-3, momentum=bn_momentum)         # MixMatch: TensorFlow's default eps
+        # eps 1e-3: MixMatch, which uses TensorFlow's default.
+        self.bn1 = nn.BatchNorm2d(c_in, eps=1e-3, momentum=bn_momentum)
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, padding=1)
         self.bn2 = nn.BatchNorm2d(c_out, eps=1e-3, momentum=bn_momentum)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1)
-        # Its stride is a slice in forward: on CPUs oneDNN's strided 1x1 convolution has wrong gradients below 8 or 16
-        # channels (oneDNN issue 6035: it writes past its buffer).
+        # forward() slices the input because oneDNN's strided 1x1 convolution has wrong gradients on CPUs
+        # below 8 or 16 channels (oneDNN issue 6035: it writes past its buffer).
         self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x):
         h = F.leaky_relu(self.bn1(x), 0.1)                      # conv1 always takes the activated input
-        x = h if self.activate_shortcut else x                  # the shortcut only in the network's very first block
+        x = h if self.activate_shortcut else x                  # the shortcut only in the very first block
         h = F.leaky_relu(self.bn2(self.conv1(h)), 0.1)
         return self.shortcut(x[:, :, ::self.stride, ::self.stride]) + self.conv2(h)
 
 
 class WideResNet(nn.Module):
-    """WideResNet-depth-width as in the MixMatch code base; (N, 3, H, W) to features (N, 64 width)."""
+    """WideResNet-depth-width as in the MixMatch code base: (N, 3, H, W) to features (N, 64 * width)."""
 
     def __init__(self, depth, width, bn_momentum):
         super().__init__()
@@ -62,7 +64,7 @@ class WideResNet(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Pre-activation bottleneck, stride on the 3x3, projection from the activated tensor, as in the S4L code base."""
+    """Pre-activation bottleneck as in the S4L code base: stride on the 3x3, shortcut from the activations."""
 
     def __init__(self, c_in, c_out, stride, bn_momentum):
         super().__init__()
@@ -84,7 +86,7 @@ class Bottleneck(nn.Module):
 
 
 class ResNet50v2(nn.Module):
-    """ResNet50v2 as in the S4L code base; (N, 3, H, W) to features (N, 2048)."""
+    """ResNet50v2 as in the S4L code base: (N, 3, H, W) to features (N, 2048)."""
 
     num_features = 2048
 
@@ -108,7 +110,7 @@ class ResNet50v2(nn.Module):
 
 
 class Net(nn.Module):
-    """A backbone and the heads that were asked for; the others are None, and so are their logits."""
+    """A backbone and the requested heads; the other heads, and their logits, are None."""
 
     def __init__(self, backbone, num_classes, rot_heads, rot_dim, aux, init_):
         super().__init__()
@@ -116,13 +118,15 @@ class Net(nn.Module):
         self.backbone = backbone
         self.classifier = nn.Linear(features, num_classes)
         self.aux = nn.Linear(features, num_classes) if aux else None
-        # The paper's dimension reduction, in front of all rotation heads. ours: linear, no bias (the heads have theirs).
+        # The paper's dimension reduction before the rotation heads. Its form is not specified; we use one
+        # linear map without a bias, since the heads have biases.
         self.reduce = nn.Linear(features, rot_dim, bias=False) if rot_heads and rot_dim else None
-        self.rotation = nn.Linear(rot_dim or features, 4 * rot_heads) if rot_heads else None     # K heads in one matrix
+        # All K heads in one matrix.
+        self.rotation = nn.Linear(rot_dim or features, 4 * rot_heads) if rot_heads else None
         for head in filter(None, (self.classifier, self.aux, self.reduce)):
             init_(head.weight)
         if rot_heads:
-            for R_k in self.rotation.weight.split(4):           # ours: each head by its own fan-out, 4
+            for R_k in self.rotation.weight.split(4):           # not specified; the fan-out of a head is 4
                 init_(R_k)
         for head in filter(None, (self.classifier, self.aux, self.rotation)):
             nn.init.zeros_(head.bias)
@@ -138,13 +142,15 @@ class Net(nn.Module):
 
 
 def make_model(arch, num_classes, rot_heads, rot_dim=None, aux=True, bn_momentum=0.001):
-    """arch is `wrn-<depth>-<width>` or `resnet50v2`; bn_momentum is torch's (MixMatch 0.001, S4L 0.01)."""
+    """arch is `wrn-<depth>-<width>` or `resnet50v2`; bn_momentum follows torch (MixMatch 0.001, S4L 0.01)."""
     check_arch(arch)
     if arch == "resnet50v2":
-        return Net(ResNet50v2(bn_momentum), num_classes, rot_heads, rot_dim, aux, nn.init.xavier_uniform_)      # S4L
-    _, depth, width = arch.split("-")
-    backbone = WideResNet(int(depth), float(width), bn_momentum)
-    return Net(backbone, num_classes, rot_heads, rot_dim, aux, nn.init.xavier_normal_)          # MixMatch: Glorot-normal
+        backbone, init_ = ResNet50v2(bn_momentum), nn.init.xavier_uniform_      # S4L
+    else:
+        _, depth, width = arch.split("-")
+        backbone = WideResNet(int(depth), float(width), bn_momentum)
+        init_ = nn.init.xavier_normal_                          # MixMatch
+    return Net(backbone, num_classes, rot_heads, rot_dim, aux, init_)
 
 
 def check_arch(arch):
@@ -152,31 +158,32 @@ def check_arch(arch):
         return
     match = re.fullmatch(r"wrn-(\d+)-(\d+\.?\d*|\.\d+)", arch)
     if not match:
-        sys.exit(f"--arch {arch}: must be wrn-<depth>-<width>, for instance wrn-28-2, or resnet50v2")
+        raise cli.Refused(f"--arch {arch}: must be wrn-<depth>-<width>, for example wrn-28-2, or resnet50v2")
     depth, width = int(match[1]), float(match[2])
     if depth < 10 or (depth - 4) % 6:
-        sys.exit(f"--arch {arch}: a WideResNet's depth is 6n + 4, that is 10, 16, 22, 28, ...; {depth} is not")
-    if not 0 < width <= 100 or depth > 1000:                    # ours: beyond any machine
-        sys.exit(f"--arch {arch}: the width must be more than 0 and at most 100, the depth at most 1000")
+        raise cli.Refused(f"--arch {arch}: the depth of a WideResNet must be 6n + 4, "
+                          "that is 10, 16, 22, 28, ...")
+    if not 0 < width <= 100 or depth > 1000:                    # we chose limits beyond any machine
+        raise cli.Refused(f"--arch {arch}: the width must be above 0 and at most 100, the depth at most 1000")
 
 
 def classify(net, x):
-    """Test time: the logits of the auxiliary classifier where there is one, and no other head is run. (N, C)"""
+    """Logits at test time: those of the additional classifier if there is one. No other head runs. (N, C)"""
     return (net.aux or net.classifier)(net.backbone(x))
 
 
 def classifier_state(net):
-    """The weights of backbone and test classifier alone, named so that make_model(..., rot_heads=0, aux=False) loads them."""
+    """The weights of the backbone and the tested classifier, named as in make_model(..., 0, aux=False)."""
     state = {f"backbone.{k}": v for k, v in net.backbone.state_dict().items()}
     return state | {f"classifier.{k}": v for k, v in (net.aux or net.classifier).state_dict().items()}
 
 
 @contextmanager
 def frozen_bn(model):
-    """Inside, BN normalises by the batch's statistics as ever, but leaves the running ones as they are."""
+    """Inside, BN normalises by the statistics of the batch but does not update the running statistics."""
     layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
     for m in layers:
-        m.track_running_stats = False                           # BN then takes no running buffers in training mode
+        m.track_running_stats = False                           # in training mode, BN ignores its buffers
     try:
         yield
     finally:

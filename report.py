@@ -1,141 +1,169 @@
-"""The paper's tables and figures from the logs of runs, the paper's own numbers beside ours.
+"""The paper's tables and figures, with our numbers next to the paper's.
 
-    python report.py runs/                                      writes report/report.md and its pictures
-    python report.py runs/ --out somewhere/
+    python report.py runs/                          writes report/report.md and its figures
 
-Reads config.json, log.csv and diversity.csv of every run under the folder, and nothing else; no run is needed for an
-empty report. An error is the median of a finished run's last 20 evaluations; its mean and standard deviation are over
-seeds, whose number stands in brackets.
+Reads only config.json, log.csv and diversity.csv of each run in the folder. Without runs, the tables show
+the paper's numbers. The error of a run is the median of its last 20 evaluations. A table cell is the mean ±
+standard deviation over the seeds of all finished runs, with the number of seeds in brackets.
 """
+import cli
+
+FLAGS = {
+    "runs": (str, cli.WORD, "folder that contains the runs, for example runs/"),
+    "out": (str, "report", "folder for report.md and the figures"),
+}
+
+if __name__ == "__main__":
+    ARGUMENTS = cli.parse(FLAGS, __doc__)   # before torch is imported: a mistyped flag is reported at once
+
 import csv
 import json
 import re
 import statistics
 import sys
+from itertools import chain
 from pathlib import Path
 
-import matplotlib
-
-import training
-
-matplotlib.use("Agg")                                           # no screen needed
-from matplotlib import pyplot as plt  # noqa: E402
+import plots
+import presets
+import run_folder
 
 # The paper's tables: title, and rows as method: name.
 TABLES = {
-    "slfsl": ("SlfSL based SemSL", dict(labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L", crae="CRAE")),
+    "slfsl": ("SlfSL based SemSL", dict(
+        labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L", crae="CRAE")),
     "sota": ("SOTA SemSL", dict(
-        labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup", vat="VAT",
-        mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA", fixmatch="FixMatch (not in the paper)",
-        crae="CRAE", crae_plus="CRAE+")),
+        labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
+        vat="VAT", mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA",
+        fixmatch="FixMatch (not in the paper)", crae="CRAE", crae_plus="CRAE+")),
     "components": ("Components", dict(
-        crae="CRAE", crae_ext1="CRAE + ext. 1", crae_plus="CRAE + ext. 1 and 2 (CRAE+)", no_rotation="CRAE without rotation branches",
-        no_rotation_ext1="the same + ext. 1", crae_ext2="CRAE + ext. 2 (not in the paper)",
+        crae="CRAE", crae_ext1="CRAE + ext. 1", crae_plus="CRAE + ext. 1 and 2 (CRAE+)",
+        no_rotation="CRAE without rotation branches", no_rotation_ext1="the same + ext. 1",
+        crae_ext2="CRAE + ext. 2 (not in the paper)",
         crae_entmin="CRAE + entropy minimisation (not in the paper)")),
-    "ensemble": ("Ensembles", dict(crae="CRAE", random="random select", independent="independent", detach="detached p(y|x)",
-                                   crae_plus="CRAE+")),
+    "ensemble": ("Ensembles", dict(
+        crae="CRAE", random="random select", independent="independent", detach="detached p(y|x)",
+        crae_plus="CRAE+")),
     "aux_classifier": ("Additional classifier", dict(
         crae="CRAE", crae_no_aux="CRAE without it", crae_plus="CRAE+", crae_plus_no_aux="CRAE+ without it")),
-    "heads": ("Number of independent rotation classifiers", dict(independent_2="2", independent_10="10", independent_20="20")),
+    "heads": ("Number of independent rotation classifiers", dict(
+        independent_2="2", independent_10="10", independent_20="20")),
 }
-# Names in figures.
-METHODS = {method: name.removesuffix(" (not in the paper)") for _, rows in TABLES.values() for method, name in rows.items()} | dict(
-    no_rotation_ext1="ext. 1 without rotation branches", crae_no_aux="CRAE, no additional classifier",
-    crae_plus_no_aux="CRAE+, no additional classifier") | {f"independent_{k}": f"independent, {k} heads" for k in (2, 10, 20)}
+
+# Names of the methods in figures and lists.
+METHODS = {method: name.removesuffix(" (not in the paper)")
+           for _, rows in TABLES.values() for method, name in rows.items()}
+METHODS |= dict(no_rotation_ext1="ext. 1 without rotation branches",
+                crae_no_aux="CRAE, no additional classifier",
+                crae_plus_no_aux="CRAE+, no additional classifier")
+METHODS |= {f"independent_{k}": f"independent, {k} heads" for k in (2, 10, 20)}
+
+EXPLANATION = """\
+Test errors in percent: the median of a run's last 20 evaluations; mean ± standard deviation over seeds
+(number of seeds). 'paper': the number in the CRAE paper, with the source in square brackets if the paper
+quotes it; MixMatch's runs kept one image for validation."""
 
 # ---------------------------------------------------------------- reading
 
 
 def read_runs(folder):
-    """All runs under a folder, and a line on everything in it that was passed over."""
-    folder = Path(folder)
-    runs, passed_over, found = [], [], set()
+    """All runs in a folder, and one line on each thing in it that was skipped."""
+    runs, skipped, found = [], [], set()
     for path in sorted(folder.rglob("config.json")):
         found.add(path.parent)
         try:
             run = read_run(path.parent)
-        except Exception as error:                              # whatever a foreign or damaged file leads to
-            passed_over.append(f"{path.parent}: not a run of this repository, or damaged ({type(error).__name__}: {error})")
+        except Exception as error:          # damaged or foreign files cause errors of many types
+            why = f"{type(error).__name__}: {error}"
+            skipped.append(f"{path.parent}: damaged, or not a run of this repository ({why})")
             continue
-        if run["method"] == "rotation":                         # the first stage of fine_tune
+        if run["method"] == "rotation":     # the first stage of fine_tune
             continue
         if run["matrices"] is None:
-            passed_over.append(f"{path.parent / 'diversity.csv'}: damaged")
+            skipped.append(f"{path.parent / 'diversity.csv'}: damaged")
             run["matrices"] = {}
-        same = "dataset", "labels", "method", "seed", "changed", "rot_dim"
-        twin = next((r for r in runs if all(r[k] == run[k] for k in same)), None)
-        if twin and (twin["finished"] or not run["finished"]):
-            passed_over.append(f"{path.parent}: the same experiment as {twin['path']}, which is counted")
-            continue
-        if twin:
-            runs.remove(twin)
-            passed_over.append(f"{twin['path']}: the same experiment as {path.parent}, which is counted")
-        runs.append(run)
-    above = {parent for path in found for parent in path.parents if parent == folder or folder in parent.parents} - found | {folder}
-    for path in sorted(path for parent in above for path in parent.iterdir()):
-        if path not in found | above and path.name not in ("_ablations", ".lock"):              # ablations.py's
-            passed_over.append(f"{path}: no run")
-    return runs, passed_over
+        add_run(run, runs, skipped)
+    return runs, skipped + [f"{path}: not a run" for path in strays(folder, found)]
+
+
+def add_run(run, runs, skipped):
+    """Append a run to `runs`. Of two runs of one experiment only one is kept, a finished one if possible."""
+    same = "dataset", "labels", "method", "seed", "changed", "rot_dim"
+    twin = next((r for r in runs if all(r[k] == run[k] for k in same)), None)
+    if twin and (twin["finished"] or not run["finished"]):
+        skipped.append(f"{run['path']}: the same experiment as {twin['path']}, which is counted")
+        return
+    if twin:
+        runs.remove(twin)
+        skipped.append(f"{twin['path']}: the same experiment as {run['path']}, which is counted")
+    runs.append(run)
+
+
+def strays(folder, found):
+    """Files and folders that neither are runs nor contain any, nor belong to ablations.py."""
+    above = {p for path in found for p in path.parents if folder in (p, *p.parents)} - found | {folder}
+    inside = sorted(path for parent in above for path in parent.iterdir())
+    return [p for p in inside if p not in found | above and p.name not in ("_ablations", ".lock")]
 
 
 def read_run(path):
-    """A run as a flat dict; ValueError or the like where its files are not what they should be."""
+    """A run as a flat dict. Raises errors of many types if its files are not as they should be."""
     config = json.loads((path / "config.json").read_text())
-    steps, heads = int(config["steps"]), config["resolved"]["rotation_heads"]
-    rows = training.read_rows(path / "log.csv", steps)
-    errors, unlabeled = ([(int(r["step"]), float(r[name])) for r in rows if r[name]] for name in ("test_error", "unlabeled_error"))
+    steps = int(config["steps"])
+    rows = run_folder.read_rows(path / "log.csv", steps)
+    errors, unlabeled = ([(int(r["step"]), float(r[name])) for r in rows if r[name]]
+                         for name in ("test_error", "unlabeled_error"))
     finished = bool(rows) and int(rows[-1]["step"]) == steps
     if finished and not errors and config["method"] != "rotation" or int(config["epoch"]) < 1:
-        raise ValueError("no test error, or an epoch of no steps")
-    return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]), seed=int(config["seed"]),
-                labels=labels_of(config["labels"]), rot_dim=config["rot_dim"] and int(config["rot_dim"]),
-                own_dim="rot_dim" not in config["changed"], changed={k: v for k, v in config["changed"].items() if k != "rot_dim"},
-                heads=int(heads), steps=steps,
-                step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]), finished=finished,
-                parameters=int(config["resolved"]["parameters"]), errors=errors, unlabeled=unlabeled,
-                error=statistics.median([e for _, e in errors][-training.rows_that_count(config):]) if errors else None,
-                top5=float(rows[-1]["test_top5_error"]) if rows and rows[-1].get("test_top5_error") else None,
+        raise ValueError("no test error, or an epoch without steps")
+    counted = [error for _, error in errors][-run_folder.rows_that_count(config):]
+    top5 = rows[-1].get("test_top5_error") if rows else None
+    changed, resolved = dict(config["changed"]), config["resolved"]
+    return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]),
+                labels=label_count(config["labels"]), seed=int(config["seed"]),
+                rot_dim=config["rot_dim"] and int(config["rot_dim"]), own_dim="rot_dim" not in changed,
+                changed={k: v for k, v in changed.items() if k != "rot_dim"},
+                heads=int(resolved["rotation_heads"]), parameters=int(resolved["parameters"]),
+                steps=steps, step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]),
+                finished=finished, errors=errors, unlabeled=unlabeled, top5=float(top5) if top5 else None,
+                error=statistics.median(counted) if counted else None,
                 matrices=read_diversity(path / "diversity.csv"))
 
 
-def labels_of(value):
-    """250, '10%', or 'all' where no number was drawn."""
+def label_count(value):
+    """250, "10%", or "all" if all training images are labelled."""
     return str(value) if str(value).endswith("%") else int(value) if value else "all"
 
 
 def read_diversity(path):
-    """{step: C rows of K numbers}, nan for a class without images; a row that was cut off is left out. None: damaged."""
+    """{step: matrix (C, K)}, nan for classes without images; None if damaged. Leaves out rows cut off."""
     matrices = {}
     try:
         with path.open(newline="") as file:
             for row in csv.DictReader(file):
                 if None not in row.values():
-                    matrices.setdefault(int(row["step"]), []).append(
-                        [float(v) if v else float("nan") for k, v in row.items() if k.startswith("head_")])
-    except FileNotFoundError:                                   # no heads, or one for all classes
+                    cells = [float(v) if v else float("nan") for k, v in row.items() if k.startswith("head_")]
+                    matrices.setdefault(int(row["step"]), []).append(cells)
+    except FileNotFoundError:               # no rotation heads, or one for all classes
         return {}
-    except Exception:                                           # whatever a foreign file leads to
+    except Exception:                       # a foreign file causes errors of many types
         return None
     return {step: matrix for step, matrix in matrices.items() if len({len(row) for row in matrix}) == 1}
 
 
-def paper_numbers():
-    with (training.HERE / "paper_results.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def setting_of(run):
-    """What was changed by hand against the preset, as text; empty: the dataset's own setting."""
+    """The flags that differ from the preset, as text; empty for the preset itself."""
     return ", ".join(f"{k} {v}" for k, v in sorted(run["changed"].items()))
 
 
-def number(text):
-    """Label counts in order: 250, 4000, 1%, all."""
-    return (0, float(str(text).rstrip("%"))) if str(text).rstrip("%").replace(".", "").isdigit() else (1, 0.0)
+def label_order(labels):
+    """Sort key of label counts: 250, 4000, 1%, all."""
+    text = str(labels).rstrip("%")
+    return (0, float(text)) if text.replace(".", "").isdigit() else (1, 0.0)
 
 
 def file_name(dataset):
-    """A dataset's name as part of a file's name; of a path its end."""
+    """The name of a dataset, or the end of its path, as part of a file name."""
     return re.sub(r"[^\w.-]+", "-", Path(dataset).name)
 
 
@@ -143,332 +171,280 @@ def file_name(dataset):
 
 
 def mean_std(errors):
-    """'12.34 ± 0.56 (3)', '12.34 (1)', or nothing."""
-    if not errors:
-        return ""
+    """'12.34 ± 0.56 (3)', '12.34 (1)', or an empty text."""
     std = f" ± {statistics.stdev(errors):.2f}" if len(errors) > 1 else ""
-    return f"{statistics.mean(errors):.2f}{std} ({len(errors)})"
+    return f"{statistics.mean(errors):.2f}{std} ({len(errors)})" if errors else ""
 
 
-def is_of(run, method):
-    """Whether a run belongs in a method's row; independent with ten classes, and so ten heads, is independent_10 as well."""
-    own_number = run["method"] == "independent" and method == f"independent_{run['heads']}"
-    return (run["method"] == method or own_number) and run["own_dim"]
+def belongs_to(run, method):
+    """Whether a run counts in the row of a method. With ten heads, `independent` is `independent_10` too."""
+    by_heads = run["method"] == "independent" and method == f"independent_{run['heads']}"
+    return (run["method"] == method or by_heads) and run["own_dim"]
 
 
 def errors_of(runs, method, labels):
-    """The errors of the finished runs of a method, in order of their seeds."""
-    chosen = [r for r in runs if is_of(r, method) and str(r["labels"]) == str(labels) and r["finished"]]
+    """The errors of all finished runs of a method, in the order of their seeds."""
+    chosen = [r for r in runs if belongs_to(r, method) and str(r["labels"]) == str(labels) and r["finished"]]
     return [r["error"] for r in sorted(chosen, key=lambda r: r["seed"])]
 
 
-def table(name, title, rows, dataset, runs, with_paper):
-    """The lines of one table in Markdown, and which of the paper's cells are missing; no lines if it has nothing to show."""
-    paper = {(r["labels"], r["method"]): r for r in paper_numbers()
-             if with_paper and r["dataset"] == dataset and r["metric"] == "error"
-             and (r["table"] == name or (name, r["table"], r["method"]) == ("sota", "slfsl", "crae"))}          # in both of its tables
-    own = [method for method in rows if (name, method) != ("sota", "crae")]     # which alone makes no comparison with others
-    ours = {str(r["labels"]) for r in runs if any(is_of(r, method) for method in own)}
-    columns = sorted({k for k, _ in paper} | ours, key=number)
+def paper_cells(table, dataset):
+    """{(labels, method): the paper's error, with the source in square brackets if the paper quotes it}."""
+    cells = {}
+    for r in presets.paper_numbers():
+        in_table = r["table"] == table or (table, r["table"], r["method"]) == ("sota", "slfsl", "crae")
+        if in_table and (r["dataset"], r["metric"]) == (dataset, "error"):
+            source = r["source"].replace("quoted from ", " [") + "]" if "quoted" in r["source"] else ""
+            cells[r["labels"], r["method"]] = f"{float(r['value']):.2f}{source}"
+    return cells
+
+
+def error_table(table, title, rows, dataset, runs, with_paper):
+    """The lines of a table, none if it is empty, and its missing cells (dataset, labels, method)."""
+    paper = paper_cells(table, dataset) if with_paper else {}
+    compared = [method for method in rows if (table, method) != ("sota", "crae")]   # CRAE alone: no table
+    ours = {str(r["labels"]) for r in runs if any(belongs_to(r, method) for method in compared)}
+    columns = sorted({k for k, _ in paper} | ours, key=label_order)
     cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
-    rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)} if paper else rows
+    if paper:
+        rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
     if not columns or not rows:
         return [], []
-    head = [cell for k in columns for cell in ([f"{k} labels", "paper"] if paper else [f"{k} labels"])]
-    lines = ["| " + " | ".join([f"{title}, {dataset}".replace("|", "/"), *head]) + " |", "|---" * (len(head) + 1) + "|"]
-    missing = []
-    for method, label in rows.items():
-        line = [label.replace("|", "\\|")]
+    head = [f"{title}, {dataset}".replace("|", "/")]
+    for k in columns:
+        head += [f"{k} labels", "paper"] if paper else [f"{k} labels"]
+    lines = [table_line(head), "|---" * len(head) + "|"]
+    for method, name in rows.items():
+        line = [name.replace("|", "\\|")]
         for k in columns:
-            line.append(cells[method, k])
-            if not cells[method, k] and (not paper or (k, method) in paper):
-                missing.append((dataset, k, METHODS.get(method, method)))
-            if paper:
-                theirs = paper.get((k, method))
-                quoted = " " + theirs["source"].replace("quoted from ", "[") + "]" if theirs and "quoted" in theirs["source"] else ""
-                line.append(f"{float(theirs['value']):.2f}{quoted}" if theirs else "")
-        lines.append("| " + " | ".join(line) + " |")
+            line += [cells[method, k], paper.get((k, method), "")] if paper else [cells[method, k]]
+        lines.append(table_line(line))
+    missing = [(dataset, k, METHODS.get(method, method)) for method in rows for k in columns
+               if not cells[method, k] and (not paper or (k, method) in paper)]
     return lines, missing
 
 
+def table_line(cells):
+    return "| " + " | ".join(cells) + " |"
+
+
 def imagenet_table(runs):
-    """ILSVRC-2012: top-1 and top-5 accuracies of the runs with the preset's values, beside the paper's; and what is missing."""
-    numbers = [r for r in paper_numbers() if r["dataset"] == "imagenet" and r["table"] == "slfsl"]
-    columns = [(k, m) for k in ("1%", "10%") for m in ("top1_accuracy", "top5_accuracy")]
-    names = [f"{k} labels, {m.replace('_accuracy', '').replace('top', 'top-')}" for k, m in columns]
-    lines = ["| SlfSL based SemSL, ILSVRC-2012, accuracy | " + " | ".join(f"{n} | paper" for n in names) + " |",
-             "|---" * (2 * len(columns) + 1) + "|"]
-    missing = []
-    for method, label in TABLES["slfsl"][1].items():
-        theirs = {(r["labels"], r["metric"]): f"{float(r['value']):.2f}" for r in numbers if r["method"] == method}
-        done = [r for r in runs if is_of(r, method) and r["finished"] and r["top5"] is not None]
-        cells = {(k, m): mean_std([100 - (r["top5"] if m == "top5_accuracy" else r["error"]) for r in done if r["labels"] == k])
-                 for k, m in columns}
-        if theirs or done:
-            lines.append(f"| {label} | " + " | ".join(f"{cells[c]} | {theirs.get(c, '')}" for c in columns) + " |")
-            missing += [("imagenet", k, label) for k in ("1%", "10%") if not cells[k, "top1_accuracy"]]
-    quoted = {(r["method"], r["labels"], r["metric"]): f"{float(r['value']):.2f} [s4l]" for r in paper_numbers()
-              if r["table"] == "slfsl_reported"}                # another preprocessing: not to be held against the others
-    lines += [f"| {label}, as S4L reports it | " + " | ".join(f" | {quoted.get((method, *c), '')}" for c in columns) + " |"
-              for method, label in TABLES["slfsl"][1].items() if any(m == method for m, *_ in quoted)]
+    """ILSVRC-2012: top-1 and top-5 accuracy of runs with the preset's values, and the missing cells."""
+    columns = [(k, metric) for k in ("1%", "10%") for metric in ("top1_accuracy", "top5_accuracy")]
+    names = [f"{k} labels, {metric.replace('_accuracy', '').replace('top', 'top-')}" for k, metric in columns]
+    head = ["SlfSL based SemSL, ILSVRC-2012, accuracy", *chain(*((name, "paper") for name in names))]
+    lines, missing = [table_line(head), "|---" * len(head) + "|"], []
+    numbers = {(r["table"], r["method"], r["labels"], r["metric"]): f"{float(r['value']):.2f}"
+               for r in presets.paper_numbers() if r["dataset"] == "imagenet"}
+    for method, name in TABLES["slfsl"][1].items():
+        paper = [numbers.get(("slfsl", method, *column), "") for column in columns]
+        done = [r for r in runs if belongs_to(r, method) and r["finished"] and r["top5"] is not None]
+        ours = [mean_std([100 - r[dict(top1_accuracy="error", top5_accuracy="top5")[metric]] for r in done
+                          if r["labels"] == k]) for k, metric in columns]
+        if any(paper) or done:
+            lines.append(table_line([name, *chain(*zip(ours, paper))]))
+            missing += [("imagenet", k, name) for (k, metric), cell in zip(columns, ours)
+                        if metric == "top1_accuracy" and not cell]
+    # S4L reports these with another preprocessing, so they are not comparable with the rows above.
+    for method, name in TABLES["slfsl"][1].items():
+        quoted = [numbers.get(("slfsl_reported", method, *column)) for column in columns]
+        if any(quoted):
+            cells = chain(*(("", f"{number} [s4l]" if number else "") for number in quoted))
+            lines.append(table_line([f"{name}, as S4L reports it", *cells]))
     return lines, missing
 
 
 def rotation_dim_rows(runs, labels):
-    """Error of CRAE by the dimension in front of the rotation heads, over the seeds that all of them have; None comes first."""
+    """Errors of CRAE per dimension in front of the rotation heads, for the seeds that all dimensions have."""
     chosen = [r for r in runs if r["method"] == "crae" and str(r["labels"]) == str(labels) and r["finished"]]
     dims = sorted({r["rot_dim"] for r in chosen} - {None}, reverse=True)
     if not dims:
         return []
     seeds = set.intersection(*({r["seed"] for r in chosen if r["rot_dim"] == d} for d in dims))
-    chosen = [r for r in chosen if r["seed"] in seeds] or chosen                # seeds differ by more than dimensions do
-    return [dict(rot_dim=d, errors=[r["error"] for r in chosen if r["rot_dim"] == d],
-                 parameters=next(r["parameters"] for r in chosen if r["rot_dim"] == d))
-            for d in ([None] if any(r["rot_dim"] is None for r in chosen) else []) + dims]
+    chosen = [r for r in chosen if r["seed"] in seeds] or chosen        # seeds differ more than dimensions do
+    by_dim = {d: [r for r in chosen if r["rot_dim"] == d] for d in (None, *dims)}
+    return [dict(rot_dim=d, errors=[r["error"] for r in group], parameters=group[0]["parameters"])
+            for d, group in by_dim.items() if group]
 
 
-# ---------------------------------------------------------------- figures
+# ---------------------------------------------------------------- the numbers of figures
 
 
-def save(figure, path):
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+def in_table_order(methods):
+    """(method, name, number of its colour) in the order of the tables; methods of no table come last."""
+    known = [(method, name, k) for k, (method, name) in enumerate(METHODS.items()) if method in methods]
+    return known + [(method, method, None) for method in sorted(methods - set(METHODS))]
 
 
-def names_of(runs):
-    """The methods of some runs with their names, in the order of the tables."""
-    found = {r["method"] for r in runs}
-    return {m: METHODS.get(m, m) for m in [*METHODS, *sorted(found - set(METHODS))] if m in found}
-
-
-def colour_of(method):
-    """One colour a method, the same in all figures."""
-    colours = [*plt.get_cmap("tab20").colors, *plt.get_cmap("tab20b").colors]
-    return colours[list(METHODS).index(method)] if method in METHODS else "black"
-
-
-def draw_error_against_labels(runs, dataset, with_paper, path):
-    """Ours with error bars, the paper's dashed in the same colour; False, and no picture, if there is nothing to show."""
+def labels_figure(runs, dataset, with_paper):
+    """plot_labels: errors against the number of labels. Empty if no finished run can be shown."""
     runs = [r for r in runs if r["finished"] and isinstance(r["labels"], int) and r["own_dim"]]
-    if not runs:
-        return False
-    theirs = {}                                                 # the paper's own run stands before a number that it quotes
-    for row in paper_numbers():
-        if with_paper and (row["dataset"], row["metric"]) == (dataset, "error") and row["table"] in ("slfsl", "sota"):
-            theirs.setdefault(row["method"], {}).setdefault(int(row["labels"]), float(row["value"]))
-    methods = {m: METHODS.get(m, m) for m in [*METHODS, *sorted({r["method"] for r in runs} - set(METHODS))]
-               if m in theirs or any(r["method"] == m for r in runs)}
-    counts = {n for points in theirs.values() for n in points} | {r["labels"] for r in runs}
-    figure, axes = plt.subplots(figsize=(7.5, max(4.5, 0.6 + 0.19 * len(methods))), layout="constrained")      # room for the names
-    for k, (method, name) in enumerate(methods.items()):
-        points = [(n, errors_of(runs, method, n)) for n in sorted({r["labels"] for r in runs if r["method"] == method})]
-        aside = 1 + 0.15 * ((k + 0.5) / len(methods) - 0.5)     # so that bars do not cover each other
-        if points:
-            axes.errorbar([n * aside for n, _ in points], [statistics.mean(e) for _, e in points],
-                          [statistics.stdev(e) if len(e) > 1 else 0 for _, e in points], label=name, capsize=3,
-                          color=colour_of(method), marker="osv^D"[k % 5])
-        if method in theirs:
-            axes.plot(*zip(*sorted(theirs[method].items())), linestyle="--", alpha=0.7, color=colour_of(method), marker="" if points else ".",
-                      label=None if points else f"{name} (paper)")
-    if with_paper:
-        axes.plot([], [], linestyle="--", color="grey", label="the paper's")
-    if len(counts) > 1:
-        axes.set_xscale("log")
-    axes.set_xticks(sorted(counts), [str(n) for n in sorted(counts)])
-    axes.minorticks_off()
-    axes.set(xlabel="labelled images", ylabel="test error (%)", ylim=(0, None))
-    axes.set_title(dataset, parse_math=False)
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right upper")
-    save(figure, path)
-    return True
+    paper = {}                              # the paper's own result comes before one that it quotes
+    for row in presets.paper_numbers() if with_paper else ():
+        if (row["dataset"], row["metric"]) == (dataset, "error") and row["table"] in ("slfsl", "sota"):
+            paper.setdefault(row["method"], {}).setdefault(int(row["labels"]), float(row["value"]))
+    methods = []
+    for method, name, colour in in_table_order({*paper, *(r["method"] for r in runs)}):
+        counts = sorted({r["labels"] for r in runs if r["method"] == method})
+        ours = [(n, errors_of(runs, method, n)) for n in counts]
+        methods.append(dict(name=name, colour=colour, ours=ours, paper=sorted(paper.get(method, {}).items())))
+    return methods if runs else []
 
 
-def draw_curves(runs, title, path):
-    """Test error of the averaged weights over the steps, the mean of a method's seeds: of its finished ones if there are any."""
-    figure, axes = plt.subplots(figsize=(7.5, max(4.5, 0.6 + 0.19 * len(names_of(runs)))), layout="constrained")
-    for method, name in names_of(runs).items():
-        curves = [dict(r["errors"]) for r in runs if r["method"] == method and r["finished"]]
-        curves = curves or [dict(r["errors"]) for r in runs if r["method"] == method]
+def curves_figure(runs):
+    """plot_curves: the mean error over the seeds of each method, of finished runs if there are any."""
+    methods = []
+    for method, name, colour in in_table_order({r["method"] for r in runs}):
+        of_method = [r for r in runs if r["method"] == method]
+        curves = [dict(r["errors"]) for r in [r for r in of_method if r["finished"]] or of_method]
         steps = sorted(set.intersection(*map(set, curves)))
-        axes.plot(steps, [statistics.mean(c[s] for c in curves) for s in steps], color=colour_of(method),
-                  label=f"{name} ({len(curves)})", linewidth=1.2, marker="o" if len(steps) < 3 else "")
-    axes.set(xlabel="step", ylabel="test error (%)", ylim=(0, None))
-    axes.set_title(title, parse_math=False)
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right upper")
-    save(figure, path)
+        points = [(step, statistics.mean(curve[step] for curve in curves)) for step in steps]
+        methods.append(dict(name=f"{name} ({len(curves)})", colour=colour, points=points))
+    return methods
 
 
 def mean_diagonal(matrix):
-    """How often a class's own head knows its rotation best: 1/K for heads that are all alike, 1 for specialised ones."""
+    """How often the head of the true class is the best: 1/K if all heads are alike, 1 if they specialise."""
     own = [row[i] for i, row in enumerate(matrix) if i < len(row) and row[i] == row[i]]
     return statistics.mean(own) if own else float("nan")
 
 
-def show_matrix(axes, matrix, title):
-    """Row: the true class, column: the head that knows the rotation best, both counted from 0."""
-    axes.set_title(title, fontsize=9)
-    axes.locator_params(integer=True)
-    return axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+def diversity_panel(run, step):
+    """One matrix, as plot_diversity and plot_diversity_pair take it."""
+    matrix = run["matrices"][step]
+    return dict(epoch=step / run["epoch"], matrix=matrix, diagonal=mean_diagonal(matrix),
+                name=METHODS[run["method"]])
 
 
-def draw_diversity(run, title, path, count=4):
-    """The paper's figure: error of p(y|x) on unlabelled images above, the matrix at several epochs below."""
-    matrices = run["matrices"]
-    points = [(step / run["epoch"], error) for step, error in run["unlabeled"]]
-    steps = sorted(matrices)
-    chosen = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
-    figure = plt.figure(figsize=(8, 5), layout="constrained")
-    figure.suptitle(title, fontsize=10, parse_math=False)
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
-    axes = above.subplots()
-    axes.plot(*zip(*points), color="tab:red", marker="o" if len(points) < 3 else "")
-    axes.set(xlabel="epoch", ylabel="error of p(y|x),\nunlabelled images (%)", ylim=(0, None))
-    for step in chosen:
-        axes.axvline(step / run["epoch"], color="grey", linewidth=0.8, linestyle=":")
-    axes.grid(alpha=0.3)
-    panels = below.subplots(1, len(chosen), squeeze=False)[0]
-    for panel, step in zip(panels, chosen):
-        shown = show_matrix(panel, matrices[step], f"epoch {step / run['epoch']:g}\ndiagonal {mean_diagonal(matrices[step]):.2f}")
-    below.colorbar(shown, ax=list(panels))
-    below.supylabel("class", fontsize=9)
-    below.supxlabel("rotation head", fontsize=9)
-    save(figure, path)
+def diversity_figures(runs, title, folder, start, count=4):
+    """Plot the diversity of one run of CRAE and one of CRAE+, and their last matrices side by side.
 
-
-def draw_diversity_pair(crae, plus, title, path):
-    """The paper's other figure: the last matrices of CRAE and CRAE+ side by side."""
-    figure, axes = plt.subplots(1, 2, figsize=(6, 3.4), layout="constrained")
-    figure.suptitle(title, fontsize=10, parse_math=False)
-    for a, run, name in zip(axes, (crae, plus), ("CRAE", "CRAE+")):
-        last = max(run["matrices"])
-        show_matrix(a, run["matrices"][last], f"{name}, epoch {last / run['epoch']:g}, diagonal {mean_diagonal(run['matrices'][last]):.2f}")
-        a.set(xlabel="rotation head", ylabel="class")
-    figure.colorbar(axes[0].images[0], ax=axes, shrink=0.8)
-    save(figure, path)
-
-
-def draw_rotation_dim(rows, title, path):
-    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
-    reduced = [r for r in rows if r["rot_dim"]]
-    axes.errorbar([r["rot_dim"] for r in reduced], [100 - statistics.mean(r["errors"]) for r in reduced],
-                  [statistics.stdev(r["errors"]) if len(r["errors"]) > 1 else 0 for r in reduced], marker="o", capsize=3, label="reduced")
-    for r in rows:
-        if r["rot_dim"] is None:
-            axes.axhline(100 - statistics.mean(r["errors"]), color="grey", linestyle="--", label="no reduction")
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([r["rot_dim"] for r in reduced], [str(r["rot_dim"]) for r in reduced])
-    axes.set(xlabel="dimension in front of the rotation heads", ylabel="test accuracy (%)")
-    axes.set_title(title, parse_math=False)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    save(figure, path)
+    Shows the first run of each, with `count` matrices from the first to the last. Returns {file: methods}.
+    """
+    complete = [r for r in runs if r["finished"] and r["matrices"] and r["unlabeled"]]
+    pair = {r["method"]: r for r in complete[::-1] if r["method"] in ("crae", "crae_plus")}
+    for method, run in pair.items():
+        steps = sorted(run["matrices"])
+        chosen = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
+        errors = [(step / run["epoch"], error) for step, error in run["unlabeled"]]
+        caption, path = f"{METHODS[method]}, {title}, seed {run['seed']}", folder / f"{start}_{method}.png"
+        plots.plot_diversity(errors, [diversity_panel(run, step) for step in chosen], caption, path)
+    if len(pair) == 2:
+        last = [diversity_panel(pair[m], max(pair[m]["matrices"])) for m in ("crae", "crae_plus")]
+        plots.plot_diversity_pair(last, title, folder / f"{start}.png")
+    names = {f"{start}_{method}.png": METHODS[method] for method in sorted(pair)}
+    return names | ({f"{start}.png": "CRAE and CRAE+"} if len(pair) == 2 else {})
 
 
 # ---------------------------------------------------------------- the report
 
 
-def report(runs: str, out: str = "report") -> str:
-    """RUNS           the folder that holds the runs, for instance runs/
-
-    --out          where report.md and the pictures go; without it report/
-    --help         this text
-    """
+@cli.strict(FLAGS)
+def write_report(runs, out):
+    """Write report.md and its figures. Returns the path of report.md."""
     folder, out = Path(runs), Path(out)
     if not folder.is_dir():
-        sys.exit(f"RUNS {folder}: there is no such folder")
+        raise cli.Refused(f"RUNS {folder}: no such folder")
     if out.exists() and not out.is_dir():
-        sys.exit(f"--out {out}: is a file")
-    found, passed_over = read_runs(folder)
+        raise cli.Refused(f"--out {out}: is a file; give a folder")
+    found, skipped = read_runs(folder)
+    unfinished = [r for r in found if not r["finished"]]
+    counts = f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished"
     try:
         out.mkdir(parents=True, exist_ok=True)
         lines, missing = write_sections(found, out)
-        unfinished = [r for r in found if not r["finished"]]
-        text = ["# Report", "", f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished. Test errors in "
-                "percent: the median of a run's last 20 evaluations, mean ± standard deviation over seeds (number of seeds). "
-                "'paper': the number of the CRAE paper, in square brackets whom it quotes; MixMatch's runs kept one image for "
-                "validation.", "", *lines]
-        text += section("Unfinished, and not counted", [f"{r['path']}: step {r['step']} of {r['steps']}"
+        text = ["# Report", "", f"{counts}. {EXPLANATION}", "", *lines]
+        text += bullet_list("Unfinished, not counted", [f"{r['path']}: step {r['step']} of {r['steps']}"
                                                         for r in unfinished])
-        places = list(dict.fromkeys((dataset, k) for dataset, k, _ in missing))
-        text += section("Not run, or not finished", [
-            f"{dataset}, {k} labels: " + ", ".join(m for *place, m in missing if place == [dataset, k]) for dataset, k in places])
-        text += section("Passed over", passed_over)
+        text += bullet_list("Not run, or not finished", missing_lines(missing))
+        text += bullet_list("Skipped", skipped)
         (out / "report.md").write_text("\n".join(text) + "\n")
     except OSError as error:
-        sys.exit(f"--out {out}: cannot be written ({error.strerror})")
-    for line in passed_over:
-        print(f"passed over: {line}", file=sys.stderr)
-    print(f"{out / 'report.md'}: {len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished, "
-          f"{len(missing)} cells of the tables without a finished run")
+        raise cli.Refused(f"--out {out}: cannot be written ({error.strerror})")
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    print(f"{out / 'report.md'}: {counts}, {len(missing)} table cells without a finished run")
     return str(out / "report.md")
 
 
-def section(title, items):
+def bullet_list(title, items):
     return [f"## {title}", "", *(f"- {item}" for item in items), ""] if items else []
 
 
+def missing_lines(missing):
+    """One line per dataset and number of labels, with the methods that are missing."""
+    places = {}
+    for dataset, labels, method in missing:
+        places.setdefault((dataset, labels), []).append(method)
+    return [f"{dataset}, {k} labels: {', '.join(methods)}" for (dataset, k), methods in places.items()]
+
+
 def write_sections(found, out):
-    """The report's lines, dataset by dataset and setting by setting, with the pictures; and the paper's missing cells."""
+    """One section per dataset and setting, with figures. Returns the lines and the cells that are missing."""
     lines, missing, taken = [], [], set()
-    datasets = list(dict.fromkeys([*(r["dataset"] for r in paper_numbers()), *(r["dataset"] for r in found)]))
-    for dataset in datasets:
-        of_dataset = [r for r in found if r["dataset"] == dataset]
+    for dataset in dict.fromkeys(r["dataset"] for r in [*presets.paper_numbers(), *found]):
+        runs = [r for r in found if r["dataset"] == dataset]
         if dataset == "imagenet":
-            rows, missing_here = imagenet_table([r for r in of_dataset if not setting_of(r)])
-            lines, missing = [*lines, "## imagenet, accuracies", "", *rows, ""], missing + missing_here
-        settings = list(dict.fromkeys(["", *map(setting_of, of_dataset)]))
+            rows, absent = imagenet_table([r for r in runs if not setting_of(r)])
+            lines, missing = [*lines, "## imagenet, accuracies", "", *rows, ""], missing + absent
         stem = file_name(dataset)
-        while stem in taken:                                    # another dataset whose path ends in the same name
+        while stem in taken:                # another dataset whose path has the same end
             stem += "_"
         taken.add(stem)
-        for k, setting in enumerate(settings):
-            runs = [r for r in of_dataset if setting_of(r) == setting]
-            with_paper = setting == "" and any((r["dataset"], r["metric"]) == (dataset, "error") for r in paper_numbers())
-            if runs or with_paper:
-                lines += [f"## {dataset}" + (f", with {setting} (not the preset's, so no number of the paper)" if setting else ""), ""]
-                others = sorted({r["method"] for r in runs} - {m for _, rows in TABLES.values() for m in rows})
-                tables = TABLES | {"": ("Others", {m: m for m in others})}
-                for name, (title, rows) in ({} if dataset == "imagenet" and not setting else tables).items():  # it has a table of its own
-                    rows, absent = table(name, title, rows, dataset, runs, with_paper)
-                    lines += [*rows, ""] if rows else []
-                    missing += absent
-                lines += write_figures(runs, dataset, stem + (f"_setting{k}" if k else ""), with_paper, out)
+        for k, setting in enumerate(dict.fromkeys(["", *map(setting_of, runs)])):
+            of_setting = [r for r in runs if setting_of(r) == setting]
+            start = f"{stem}_setting{k}" if k else stem
+            rows, absent = write_setting(of_setting, dataset, setting, start, out)
+            lines, missing = lines + rows, missing + absent
     return lines, list(dict.fromkeys(missing))
 
 
+def write_setting(runs, dataset, setting, stem, out):
+    """The tables and figures of one dataset and setting, and the paper's missing cells."""
+    in_paper = any((r["dataset"], r["metric"]) == (dataset, "error") for r in presets.paper_numbers())
+    with_paper = in_paper and not setting
+    if not runs and not with_paper:
+        return [], []
+    note = f", with {setting} (differs from the preset, so without the paper's numbers)" if setting else ""
+    lines, missing = [f"## {dataset}{note}", ""], []
+    others = {m: m for m in sorted({r["method"] for r in runs} - set(METHODS))}
+    own_table = dataset == "imagenet" and not setting
+    for table, (title, rows) in ({} if own_table else TABLES | {"": ("Others", others)}).items():
+        rows, absent = error_table(table, title, rows, dataset, runs, with_paper)
+        lines += [*rows, ""] if rows else []
+        missing += absent
+    return lines + write_figures(runs, dataset, stem, with_paper, out), missing
+
+
 def write_figures(runs, dataset, stem, with_paper, out):
-    """The pictures of one setting of a dataset, and the lines that show them."""
+    """Plot the figures of one dataset and setting. Returns the lines that show them."""
     lines = []
 
-    def picture(name, text):
+    def add(name, text):
         lines.extend([f"![{text}]({name})", ""])
         return out / name
 
-    if draw_error_against_labels(runs, dataset, with_paper, out / f"{stem}_labels.png"):
-        picture(f"{stem}_labels.png", "error against labels")
-    for labels in sorted({r["labels"] for r in runs}, key=number):
+    methods = labels_figure(runs, dataset, with_paper)
+    if methods:
+        plots.plot_labels(methods, dataset, with_paper, add(f"{stem}_labels.png", "error against labels"))
+    for labels in sorted({r["labels"] for r in runs}, key=label_order):
         some = [r for r in runs if r["labels"] == labels and r["own_dim"]]
-        title = f"{dataset}, {labels} labels"
-        if any(r["errors"] for r in some):
-            draw_curves([r for r in some if r["errors"]], f"{title} (number of seeds)", picture(f"{stem}_{labels}_curves.png", f"error curves, {title}"))
-        pair = {}
-        for method in "crae", "crae_plus":
-            run = next((r for r in some if r["method"] == method and r["finished"] and r["matrices"] and r["unlabeled"]), None)
-            if run:
-                pair[method] = run
-                draw_diversity(run, f"{METHODS[method].split(' (')[0]}, {title}, seed {run['seed']}",
-                               picture(f"{stem}_{labels}_diversity_{method}.png", f"diversity of the rotation heads, {title}"))
-        if len(pair) == 2:
-            draw_diversity_pair(*pair.values(), title, picture(f"{stem}_{labels}_diversity.png", f"CRAE against CRAE+, {title}"))
+        title, start = f"{dataset}, {labels} labels", f"{stem}_{labels}"
+        with_errors = [r for r in some if r["errors"]]
+        if with_errors:
+            path = add(f"{start}_curves.png", f"error curves, {title}")
+            plots.plot_curves(curves_figure(with_errors), f"{title} (number of seeds)", path)
+        for name, methods in diversity_figures(some, title, out, f"{start}_diversity").items():
+            add(name, f"diversity of the rotation heads, {methods}, {title}")
         rows = rotation_dim_rows(runs, labels)
         if rows:
-            lines += [f"| Dimension, {title} | error | parameters of the network |", "|---|---|---|",
-                      *(f"| {r['rot_dim'] or 'no reduction'} | {mean_std(r['errors'])} | {r['parameters']:,} |" for r in rows), ""]
-            draw_rotation_dim(rows, title, picture(f"{stem}_{labels}_rotation_dim.png", f"accuracy against rotation dimension, {title}"))
+            lines += [f"| Dimension, {title} | error | parameters of the network |", "|---|---|---|"]
+            lines += [table_line([str(r["rot_dim"] or "no reduction"), mean_std(r["errors"]),
+                                  f"{r['parameters']:,}"]) for r in rows] + [""]
+            path = add(f"{start}_rotation_dim.png", f"accuracy against rotation dimension, {title}")
+            plots.plot_rotation_dim(rows, title, path)
     return lines
 
 
 if __name__ == "__main__":
-    training.command_line(report)
+    cli.run(write_report, ARGUMENTS)

@@ -1,39 +1,53 @@
-"""Kills runs at random moments, resumes each until it is done, and compares all it leaves with an undisturbed run.
+"""Kill runs at random moments, resume them until they are finished, and compare them with undisturbed runs.
 
-    python tests/chaos.py --kills 100                           CRAE+, MixMatch and fine-tune, about a second a kill
+    python tests/chaos.py --kills 100           CRAE+, MixMatch and fine-tune, about a second per kill
 
-A run saves about every step here, so that many kills hit a save; the runs are forked from one process that has imported
-torch already, so that they do not spend their lives on imports. Most kills are SIGKILL, some SIGTERM, SIGUSR1 or Ctrl-C.
+Runs save a checkpoint at about every step here, so that many kills hit a save. They are forked from one
+process that has already imported torch, so that they do not spend their time on imports. Most kills are
+SIGKILL, some are SIGTERM, SIGUSR1 or Ctrl-C.
 """
-import csv
 import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")           # a forked process has none of its parent's threads
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import cli
+
+METHODS = "CRAE+", "MixMatch", "fine-tune"
+FLAGS = {
+    "kills": (int, 100, "number of kills, shared out among the methods"),
+    "seed": (int, 0, "seed of the moments and signals"),
+    "methods": ([str], list(METHODS), f"which of {','.join(METHODS)}"),
+}
+
+if __name__ == "__main__":
+    ARGUMENTS = cli.parse(FLAGS, __doc__)
+
 import random
 import signal
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
+import traceback
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")                   # a forked process must not count on threads of its parent
-sys.path.insert(0, str(Path(__file__).parent.parent))
+import torch
+from sklearn.datasets import load_digits  # noqa: F401    imported once, here
+from tqdm import tqdm
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from sklearn.datasets import load_digits  # noqa: E402, F401    imported once, here
-from tqdm import tqdm  # noqa: E402
+import helpers
+import train_baselines
+import train_crae
 
-import train_baselines  # noqa: E402
-import train_crae  # noqa: E402
-import training  # noqa: E402
-
-SMALL = dict(steps=45, batch=4, arch="wrn-10-0.25", device="cpu", resume=True, save_minutes=1e-5)
-RUNS = {"CRAE+": (train_crae.train, dict(plus=True)), "MixMatch": (train_baselines.train, dict(method="mixmatch")),
+SMALL = dict(helpers.QUICK, steps=45, resume=True, save_minutes=1e-5)
+RUNS = {"CRAE+": (train_crae.train, dict(plus=True)),
+        "MixMatch": (train_baselines.train, dict(method="mixmatch")),
         "fine-tune": (train_baselines.train, dict(method="fine_tune"))}
 
 
 def start(train, flags, out):
-    """A run in a process of its own; its number."""
+    """Start a run in a process of its own. Returns its number."""
     process = os.fork()
     if process:
         return process
@@ -44,48 +58,27 @@ def start(train, flags, out):
         error = os.open(out.with_suffix(".err"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(error, 2)
         torch.set_num_threads(1)
-        tqdm.set_lock(threading.RLock())                        # tqdm's own is shared with processes that may have been killed holding it
+        # tqdm's own lock is shared with processes that may have been killed while they held it.
+        tqdm.set_lock(threading.RLock())
         train(**SMALL, **flags, out=str(out))
         code = 0
-    except SystemExit as stop:
-        print(stop.code, file=sys.stderr, flush=True)
-        code = stop.code if isinstance(stop.code, int) else 1
+    except cli.Refused as error:
+        print(error, file=sys.stderr, flush=True)
+    except cli.Stopped as stop:
+        print(stop, file=sys.stderr, flush=True)
+        code = 128 + stop.number
     except KeyboardInterrupt:
         code = 130
+    except SystemExit as stop:                          # a signal before the training loop: cli.run's handler
+        code = stop.code
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(code)
 
 
-def everything(folder):
-    """All files of a run and its stages but the save before the last; times taken out."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = str(path.relative_to(folder))
-        if path.suffix == ".csv":
-            rows = list(csv.DictReader(path.open()))
-            found[name] = [{k: v for k, v in row.items() if k not in ("seconds", "images_per_second")} for row in rows]
-        elif path.suffix == ".npz":
-            found[name] = {k: torch.as_tensor(v) for k, v in np.load(path).items()}
-        elif path.name in ("last.pt", "model.pt"):
-            found[name] = torch.load(path, weights_only=True)
-            found[name].get("run", {}).pop("seconds", None)
-        elif path.name == "curve.png":
-            found[name] = path.exists()
-    return found
-
-
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 def wait(process, seconds):
-    """The exit code of a process if it ends in that time, else None."""
+    """The exit code of a process if it ends within this time, else None."""
     end = time.monotonic() + seconds
     while True:
         ended, status = os.waitpid(process, os.WNOHANG)
@@ -96,57 +89,58 @@ def wait(process, seconds):
         time.sleep(0.005)
 
 
-def chaos(kills: int = 100, seed: int = 0, methods: str = "CRAE+,MixMatch,fine-tune") -> dict:
-    """Flags:
+def kill_until_finished(name, out, length, dice, left):
+    """Kill and resume a run, at most `left` times, until it is finished. Returns the number of kills."""
+    killed = 0
+    while True:
+        process = start(*RUNS[name], out)
+        code = wait(process, dice.uniform(0, 0.4 * length) if killed < left else 600)
+        if code is None:
+            number = dice.choice([signal.SIGKILL] * 7 + [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+            os.kill(process, number)
+            code = wait(process, 60)
+            killed += 1
+            if code != 0 and code in (-number, -signal.SIGKILL, 128 + number, 143, 130):
+                continue
+        if code != 0:
+            error = out.with_suffix(".err").read_text()[-500:]
+            raise cli.Refused(f"{name}, after {killed} kills: ended with {code}: {error}")
+        return killed
 
-    --kills        how often a run is killed, shared out among the methods
-    --seed         of the moments and signals
-    --methods      which of CRAE+,MixMatch,fine-tune
-    --help         this text
-    """
-    for name in methods.split(","):
+
+@cli.strict(FLAGS)
+def chaos(kills, seed, methods):
+    """Kill runs and compare what they leave behind. Returns the numbers of kills and of finished runs."""
+    for name in methods:
         if name not in RUNS:
-            sys.exit(f"--methods {name}: must be among {', '.join(RUNS)}")
+            raise cli.Refused(f"--methods {name}: must be among {', '.join(RUNS)}")
     if kills < 1:
-        sys.exit(f"--kills {kills}: must be 1 or more")
+        raise cli.Refused(f"--kills {kills}: must be 1 or more")
     dice, killed, finished = random.Random(seed), 0, 0
-    names = methods.split(",")
     with tempfile.TemporaryDirectory() as folder, tqdm(total=kills, unit="kill", disable=None) as bar:
         folder, whole, length = Path(folder), {}, {}
-        for name in names:
+        for name in methods:
             out, before = folder / f"whole {name}", time.monotonic()
             code = wait(start(*RUNS[name], out), 600)
             if code != 0:
-                sys.exit(f"{name}: the undisturbed run ended with {code}: {out.with_suffix('.err').read_text()[-300:]}")
-            whole[name], length[name] = everything(out), time.monotonic() - before
-        k = 0
+                error = out.with_suffix(".err").read_text()[-300:]
+                raise cli.Refused(f"{name}: the undisturbed run ended with {code}: {error}")
+            whole[name], length[name] = helpers.everything_in(out), time.monotonic() - before
         while killed < kills:
-            name = names[k % len(names)]
-            out = folder / f"run {k}"
-            k += 1
-            while True:
-                process = start(*RUNS[name], out)
-                code = wait(process, dice.uniform(0, 0.4 * length[name]) if killed < kills else 600)
-                if code is None:
-                    number = dice.choice([signal.SIGKILL] * 7 + [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
-                    os.kill(process, number)
-                    code = wait(process, 60)
-                    killed += 1
-                    bar.update()
-                    if code in (-number, -signal.SIGKILL, 128 + number, 143, 130, 0):
-                        if code != 0:
-                            continue
-                if code != 0:
-                    sys.exit(f"{name}, after {killed} kills: ended with {code}: {out.with_suffix('.err').read_text()[-500:]}")
-                break
-            left = everything(out)
-            if not same(left, whole[name]):
-                differ = [n for n in sorted({*left, *whole[name]}) if not same(left.get(n), whole[name].get(n))]
-                sys.exit(f"{name}, after {killed} kills: {', '.join(differ)} differ from those of the undisturbed run")
+            name, out = methods[finished % len(methods)], folder / f"run {finished}"
+            killed += kill_until_finished(name, out, length[name], dice, kills - killed)
+            bar.update(killed - bar.n)
+            left = helpers.everything_in(out)
+            differ = [n for n in sorted({*left, *whole[name]})
+                      if not helpers.same(left.get(n), whole[name].get(n))]
+            if differ:
+                raise cli.Refused(f"{name}, after {killed} kills: {', '.join(differ)} differ from those of "
+                                  "the undisturbed run")
             finished += 1
-    print(f"{killed} kills survived: {finished} runs of {', '.join(names)} ended with the files of an undisturbed run")
+    print(f"{killed} kills survived: {finished} runs of {', '.join(methods)} ended with the files of an "
+          "undisturbed run")
     return dict(kills=killed, finished=finished)
 
 
 if __name__ == "__main__":
-    training.command_line(chaos)
+    cli.run(chaos, ARGUMENTS)

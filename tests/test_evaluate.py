@@ -1,4 +1,4 @@
-"""Scores against loops, predictions for good and bad files, exported programs, and one line for bad input."""
+"""Scores against loops, predictions for good and bad files, exported programs, and the method's figure."""
 import csv
 import json
 import os
@@ -8,10 +8,16 @@ import pytest
 import torch
 from PIL import Image
 
+import augmentation
+import cli
 import data
 import evaluate
+import folders
+import helpers
+import models
+import plots
+import train_baselines
 import train_crae
-import training
 
 
 @pytest.fixture(scope="module")
@@ -23,40 +29,64 @@ def run(tmp_path_factory):
 
 
 def call(*words):
-    return training.command_line(evaluate.evaluate, [str(w) for w in words])
+    """The command line `python evaluate.py words`, in this process."""
+    return helpers.command_line(evaluate, [str(w) for w in words], evaluate.use_model)
 
 
-def test_the_test_error_is_the_logs_and_the_files_agree_with_it(run, capsys):
+def copy_of(run, folder, **changed):
+    """A copy of a run, with other values in config.json."""
+    folder.mkdir()
+    for name in "config.json", "model.pt", "split.npz", "last.pt":
+        (folder / name).write_bytes((run / name).read_bytes())
+    config = json.loads((run / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changed))
+    return folder
+
+
+def read_csv(path):
+    with open(path, encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+# ---------------------------------------------------------------- test
+
+
+def test_the_test_error_is_that_of_the_log_and_the_files_agree_with_it(run, capsys):
     scores = call("test", run, "--batch", 77)
-    rows = list(csv.DictReader((run / "log.csv").open()))
+    rows = read_csv(run / "log.csv")
     assert scores["error"] == pytest.approx(float(rows[-1]["test_error"])) and scores["images"] == 500
-    with (run / "evaluation" / "confusion.csv").open() as file:
-        matrix = np.array([[int(v) for k, v in row.items() if k != "true class"] for row in csv.DictReader(file)])
+    matrix = np.array([[int(v) for k, v in row.items() if k != "true class"]
+                       for row in read_csv(run / "evaluation" / "confusion.csv")])
     assert matrix.sum() == 500 and 100 * (1 - np.trace(matrix) / 500) == pytest.approx(scores["error"])
-    by_class = list(csv.DictReader((run / "evaluation" / "classes.csv").open()))
-    for c, row in enumerate(by_class):
-        assert float(row["error"]) == pytest.approx(100 * (1 - matrix[c, c] / matrix[c].sum()), abs=0.01) and int(row["images"]) == matrix[c].sum()
+    for c, row in enumerate(read_csv(run / "evaluation" / "classes.csv")):
+        error = 100 * (1 - matrix[c, c] / matrix[c].sum())
+        assert float(row["error"]) == pytest.approx(error, abs=0.01) and int(row["images"]) == matrix[c].sum()
     assert json.loads((run / "evaluation" / "scores.json").read_text()) == scores
     assert np.asarray(Image.open(run / "evaluation" / "confusion.png").convert("L")).std() > 10
     assert f"test error {scores['error']:.2f} %" in capsys.readouterr().out
 
 
 def test_a_dataset_that_has_changed_is_refused(run, tmp_path):
-    copied = tmp_path / "run"
-    copied.mkdir()
-    for name in "config.json", "model.pt", "split.npz":
-        (copied / name).write_bytes((run / name).read_bytes())
-    config = json.loads((run / "config.json").read_text())
-    (copied / "config.json").write_text(json.dumps(config | dict(data="00000000")))
-    with pytest.raises(SystemExit, match="other images or classes now"):
-        call("test", copied)
+    copied = copy_of(run, tmp_path / "run", data="00000000")
+    for what in "test", "explain":
+        with pytest.raises(SystemExit, match="the images or classes of its dataset digits have changed"):
+            call(what, copied)
+
+
+def test_a_folder_for_results_that_cannot_be_created_is_refused(run, tmp_path):
+    copied = copy_of(run, tmp_path / "run")
+    (copied / "evaluation").touch()                             # a file in its place
+    for what in "test", "explain":
+        with pytest.raises(SystemExit, match=r"RUN .*: evaluation/ cannot be created in it \(File exists\)"):
+            call(what, copied)
 
 
 def test_scores_against_a_loop():
     gen = torch.Generator().manual_seed(0)
-    p, y = (3 * torch.randn(200, 12, generator=gen)).softmax(1), torch.randint(12, (200,), generator=gen)
-    shy = p.max(1).values < 0.5
-    y[shy] = p[shy].argmax(1)                                   # unsure, and right
+    p = (3 * torch.randn(200, 12, generator=gen)).softmax(1)
+    y = torch.randint(12, (200,), generator=gen)
+    unsure = p.max(1).values < 0.5
+    y[unsure] = p[unsure].argmax(1)                             # unsure, and right
     scores = evaluate.score(p, y)
     wrong = top5 = 0
     bins = [[] for _ in range(15)]
@@ -68,49 +98,89 @@ def test_scores_against_a_loop():
         for b in range(15):
             if b / 15 < confidence <= (b + 1) / 15:
                 bins[b].append((confidence, order[0] == y[i]))
-    assert any(np.mean([r for _, r in b]) > np.mean([c for c, _ in b]) for b in bins if b)      # too shy in some bins, too sure in others
+    # Confidence is too low in some bins and too high in others.
+    assert any(np.mean([r for _, r in b]) > np.mean([c for c, _ in b]) for b in bins if b)
     ece = sum(len(b) / 200 * abs(np.mean([r for _, r in b]) - np.mean([c for c, _ in b])) for b in bins if b)
     assert sum(map(len, bins)) == 200
-    assert scores["error"] == pytest.approx(100 * int(wrong) / 200) and scores["top5_error"] == pytest.approx(100 * top5 / 200)
+    assert scores["error"] == pytest.approx(100 * int(wrong) / 200)
+    assert scores["top5_error"] == pytest.approx(100 * top5 / 200)
     assert scores["ece"] == pytest.approx(100 * ece, rel=1e-4) and scores["ece"] > 1
     assert "top5_error" not in evaluate.score(p[:, :10], y % 10)
-    matrix = evaluate.confusion(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), 3)
+    matrix = evaluate.confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), 3)
     assert matrix.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
+
+
+# ---------------------------------------------------------------- predict
 
 
 def test_predictions_for_a_folder_with_broken_files(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     images, labels, *_ = data.load("digits", "nowhere")
-    folder = tmp_path / "pictures" / "sub"
+    folder = tmp_path / "images" / "sub"
     folder.mkdir(parents=True)
     for i in range(5):
         Image.fromarray(images[1300 + i].permute(1, 2, 0).numpy()).save(folder / f"{i} ö,.png")
-    Image.fromarray(images[1305, 0].numpy()).resize((40, 30)).save(tmp_path / "grey.png")      # another size and mode
-    Image.fromarray(images[1305].permute(1, 2, 0).numpy()).convert("P").save(tmp_path / "pictures" / "palette.gif.png")
-    (folder / "broken.jpg").write_bytes(b"not a picture")
+    Image.fromarray(images[1305, 0].numpy()).resize((40, 30)).save(tmp_path / "grey.png")       # another size
+    palette = Image.fromarray(images[1305].permute(1, 2, 0).numpy()).convert("P")
+    palette.save(tmp_path / "images" / "palette.gif.png")
+    (folder / "broken.jpg").write_bytes(b"not an image")
     (folder / "empty.png").touch()
-    (folder / "notes.txt").write_text("not looked at")
-    (tmp_path / "nopictures").mkdir()
+    (folder / "notes.txt").write_text("ignored")
+    (tmp_path / "noimages").mkdir()
     os.symlink(tmp_path / "grey.png", folder / "outside.png")
     os.symlink(folder / "0 ö,.png", folder / "inside.png")
     with pytest.raises(SystemExit) as stop:
-        call("predict", run, "pictures", "nothing.png", "grey.png", "nopictures", "--batch", 3)
-    assert stop.value.code == 1 and "8 pictures predicted, 5 could not be read" in capsys.readouterr().out
-    rows = {row["file"]: row for row in csv.DictReader(open("predictions.csv"))}
-    assert rows["nothing.png"]["error"] == "no such file or folder" and "no pictures" in rows["nopictures"]["error"]
-    assert len(rows) == 13 and rows["pictures/sub/outside.png"]["error"] == "a link that leaves the folder"
+        call("predict", run, "images", "nothing.png", "grey.png", "noimages", "--batch", 3)
+    assert stop.value.code == "5 of 13 files could not be read; predictions.csv lists the reasons"
+    assert "8 images predicted, 5 could not be read" in capsys.readouterr().out
+    rows = {row["file"]: row for row in read_csv("predictions.csv")}
+    assert rows["nothing.png"]["error"] == "no such file or folder"
+    assert "contains no images" in rows["noimages"]["error"]
+    assert len(rows) == 13 and rows["images/sub/outside.png"]["error"] == "a link that leaves the folder"
     for name in "broken.jpg", "empty.png":
-        row = rows[f"pictures/sub/{name}"]
+        row = rows[f"images/sub/{name}"]
         assert row["class"] == row["probability"] == "" and row["error"]
     net, saved = evaluate.load_model(run)
     with torch.no_grad():
-        p = net(data.scale(images[1300:1305]))[0].softmax(1)
+        p = net(augmentation.scale(images[1300:1305]))[0].softmax(1)
     for i in range(5):
-        row = rows[f"pictures/sub/{i} ö,.png"]
-        assert row["class"] == saved["classes"][p[i].argmax()] and float(row["probability"]) == pytest.approx(p[i].max().item(), abs=1e-4)
-    assert rows["pictures/sub/inside.png"]["class"] == rows["pictures/sub/0 ö,.png"]["class"]
+        row = rows[f"images/sub/{i} ö,.png"]
+        assert row["class"] == saved["classes"][p[i].argmax()]
+        assert float(row["probability"]) == pytest.approx(p[i].max().item(), abs=1e-4)
+    assert rows["images/sub/inside.png"]["class"] == rows["images/sub/0 ö,.png"]["class"]
     assert call("predict", run, "grey.png", "--out", "one.csv") == dict(predicted=1, failed=0)
     assert len(open("one.csv").read().splitlines()) == 2
+
+
+def test_images_of_which_none_exists(run, tmp_path):
+    with pytest.raises(SystemExit, match="IMAGES nowhere/: no such file or folder"):
+        call("predict", run, "nowhere/", "--out", tmp_path / "p.csv")
+    assert not (tmp_path / "p.csv").exists()
+
+
+def test_a_run_from_disk_is_tested_and_predicts_with_its_own_crop(tmp_path):
+    rows, cols = np.mgrid[:64, :64]
+    for part in "train", "test":
+        for k in range(2):
+            (tmp_path / "images" / part / f"class {k}").mkdir(parents=True)
+            for i in range(4):
+                image = np.stack([4 * rows, 4 * cols, 0 * rows + 60 * i + 10 * k], -1).astype(np.uint8)
+                Image.fromarray(image).save(tmp_path / "images" / part / f"class {k}" / f"{i}.png")
+    run = str(tmp_path / "run")
+    row = train_crae.train(dataset=str(tmp_path / "images"), labels=4, crop="resized", image_size=32, steps=2,
+                           out=run, **helpers.QUICK | dict(batch=2))
+    assert evaluate.use_model("test", run, device="cpu")["error"] == row["test_error"]
+    net, saved = evaluate.load_model(tmp_path / "run")
+    file = tmp_path / "images" / "test" / "class 1" / "3.png"
+    evaluate.use_model("predict", run, str(file), out=str(tmp_path / "p.csv"), device="cpu")
+    x = torch.as_tensor(folders.decode(file, 32, "resized").copy()).permute(2, 0, 1)[None]
+    assert not np.array_equal(folders.decode(file, 32, "resized"), folders.decode(file, 32))
+    answer = read_csv(tmp_path / "p.csv")[0]
+    p = evaluate.probabilities(net, x, "cpu")
+    assert float(answer["probability"]) == pytest.approx(p.max().item(), abs=1e-5)
+
+
+# ---------------------------------------------------------------- export
 
 
 def test_the_exported_program_agrees_with_the_model(run, capsys):
@@ -122,17 +192,153 @@ def test_the_exported_program_agrees_with_the_model(run, capsys):
     net, _ = evaluate.load_model(run)
     with torch.no_grad():
         for n in 1, 3, 100:
-            torch.testing.assert_close(program(images[:n]), net(data.scale(images[:n]))[0], atol=1e-5, rtol=1e-4)
+            expected = net(augmentation.scale(images[:n]))[0]
+            torch.testing.assert_close(program(images[:n]), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_an_exported_program_that_differs_is_removed(run, monkeypatch):
     monkeypatch.setattr(evaluate.Classifier, "forward", lambda self, x: self.net(x.float() / 255)[0])
-    with pytest.raises(SystemExit, match="differs"):
+    with pytest.raises(SystemExit, match="the exported program differs from the model by .*; it was removed"):
         call("export", run)
     assert not (run / "model.pt2").exists()
 
 
-def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
+# ---------------------------------------------------------------- explain
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """The numbers that plot_method is called with; the figure is written as usual."""
+    kept, real = {}, plots.plot_method
+
+    def plot_method(*numbers):
+        kept.update(zip(("copies", "p_y", "R", "p_z", "classes", "true_class", "path"), numbers))
+        real(*numbers)
+
+    monkeypatch.setattr(plots, "plot_method", plot_method)
+    return kept
+
+
+def averaged_net(run, weights="ema"):
+    """The network of a run with its rotation heads and the averaged weights, straight from the checkpoint."""
+    net = models.make_model("wrn-10-1", 10, 10)
+    net.load_state_dict(torch.load(run / "last.pt", weights_only=True)[weights])
+    return net.double().eval()
+
+
+def by_hand(net, image):
+    """p(y|x) (4, C), R (4, C, 4) and p(z|x) (4, 4) of a uint8 image, one rotation and one head at a time."""
+    p_y, R, p_z = [], [], []
+    with torch.no_grad():
+        for k in range(4):
+            x = torch.rot90(image, k, (1, 2)).double() * 2 / 255 - 1
+            class_logits, _, rot_logits = net(x[None])
+            p_y.append(class_logits[0].softmax(0))
+            R.append(rot_logits[0].softmax(1))
+            p_z.append(sum(p_y[k][c] * R[k][c] for c in range(10)))             # Eq. 1
+    return [torch.stack(v).numpy() for v in (p_y, R, p_z)]
+
+
+def images_of(run):
+    """The test images of a run with their labels, in the order of --image."""
+    images, labels, *_ = data.load("digits", "nowhere")
+    index = np.load(run / "split.npz")["test"]
+    return images[index], labels[index]
+
+
+def test_explain_shows_the_averaged_model_on_one_test_image(run, shown, capsys):
+    result = call("explain", run, "--image", 7)
+    path = run / "evaluation" / "method.png"
+    assert result == dict(path=str(path), image=7)
+    assert np.asarray(Image.open(path).convert("L")).std() > 10
+    images, labels = images_of(run)
+    assert shown["true_class"] == labels[7] and shown["classes"] == [str(c) for c in range(10)]
+    for k in range(4):
+        expected = torch.rot90(images[7], k, (1, 2)).permute(1, 2, 0).numpy()
+        np.testing.assert_array_equal(shown["copies"][k], expected)
+    p_y, R, p_z = by_hand(averaged_net(run), images[7])
+    for name, expected in dict(p_y=p_y, R=R, p_z=p_z).items():
+        np.testing.assert_allclose(shown[name], expected, atol=1e-5)
+    live = by_hand(averaged_net(run, "net"), images[7])         # the weights before averaging are others
+    assert all(np.abs(a - b).max() > 1e-3 for a, b in zip(live, (p_y, R, p_z)))
+    line = f"test image 7, class {labels[7]}; p(z|x) of the true rotation: "
+    assert line + ", ".join(f"{p:.2f}" for p in p_z.diagonal()) in capsys.readouterr().out
+
+
+def test_without_image_explain_shows_the_first_correct_one(run, shown, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "first_correct", lambda *rest: 5)
+    out = tmp_path / "x.png"
+    assert call("explain", run, "--out", out) == dict(path=str(out), image=5)
+    assert out.stat().st_size > 5000
+    np.testing.assert_allclose(shown["p_z"], by_hand(averaged_net(run), images_of(run)[0][5])[2], atol=1e-5)
+
+
+def test_the_first_correct_image_is_right_in_all_four_rotations():
+    def net(x):
+        """Rotation: the corner that is the brightest, in red. Class: the green of a pixel at the top left."""
+        corners = [(0, 0), (-1, 0), (-1, -1), (0, -1)]          # where rotations move the top left corner
+        z = torch.stack([x[:, 0, i, j] for i, j in corners], 1).argmax(1)
+        y = ((x[:, 1, 1, 1] + 1) * 255 / 2).round().long()
+        rot_logits = 9.0 * torch.nn.functional.one_hot(z, 4).float()
+        return 9.0 * torch.nn.functional.one_hot(y, 3).float(), None, rot_logits[:, None].expand(-1, 3, -1)
+
+    labels = torch.arange(8) % 3
+    images = labels.to(torch.uint8)[:, None, None, None].repeat(1, 3, 8, 8)     # every pixel shows the class
+    images[:, 0] = 0
+    images[:, 0, 0, 0] = 200
+    images[7, 0] = 0                                            # no bright corner: each copy looks upright
+    images[4, 1, 4:] = 2                                        # class 1 if upright, class 2 if rotated
+    labels[2] = 0                                               # another class in all rotations
+    index = torch.tensor([7, 4, 2, 7, 0, 1])                    # 0 is the first that is right, at place 4
+    for batch in 1, 3, 256:
+        assert evaluate.first_correct(net, images, labels, index, batch, "cpu") == 4
+        assert evaluate.first_correct(net, images, labels, index[:4], batch, "cpu") == 0        # none
+
+
+@pytest.mark.parametrize("image", [-1, 500])
+def test_explain_refuses_an_image_that_is_out_of_range(image, run, tmp_path):
+    with pytest.raises(SystemExit, match=f"--image {image}: must be from 0 to 499"):
+        call("explain", run, f"--image={image}", "--out", tmp_path / "x.png")
+    assert not (tmp_path / "x.png").exists()
+
+
+@pytest.mark.parametrize("flags", [dict(select="independent"), dict(select="random"), dict(heads=0)])
+def test_explain_refuses_a_run_without_class_conditional_heads(flags, tmp_path):
+    run = tmp_path / "run"
+    train_crae.train(steps=1, out=str(run), **flags, **helpers.QUICK)
+    with pytest.raises(SystemExit, match="has no class-conditional rotation heads; give a run of CRAE"):
+        call("explain", run)
+    assert not (run / "evaluation").exists()
+
+
+def test_explain_refuses_a_baseline(tmp_path):
+    train_baselines.train(method="s4l", steps=1, out=str(tmp_path / "run"), **helpers.QUICK)    # one head
+    with pytest.raises(SystemExit, match="its method s4l has no class-conditional rotation heads"):
+        call("explain", tmp_path / "run")
+
+
+def test_explain_uses_detached_heads_and_reduced_features(tmp_path, shown):
+    run = tmp_path / "run"
+    train_crae.train(steps=1, out=str(run), select="detach", rot_dim=4, aux=False, **helpers.QUICK)
+    assert call("explain", run, "--image", 0)["image"] == 0
+    np.testing.assert_allclose(shown["p_z"].sum(1), 1, atol=1e-5)
+    np.testing.assert_allclose(shown["p_z"], np.einsum("nc,ncz->nz", shown["p_y"], shown["R"]), atol=1e-5)
+
+
+def test_explain_refuses_damaged_files(run, tmp_path):
+    copied = copy_of(run, tmp_path / "run")
+    (copied / "last.pt").write_bytes(b"PK not really")
+    with pytest.raises(SystemExit, match="last.pt, which contains the rotation heads, cannot be read"):
+        call("explain", copied)
+    (copied / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="config.json cannot be read"):
+        call("explain", copied)
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_bad_input_gives_one_line(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "empty", "unfinished", "damaged", "folder":
         (tmp_path / name).mkdir()
@@ -140,56 +346,35 @@ def test_bad_input_is_one_line(run, tmp_path, monkeypatch):
     (tmp_path / "damaged" / "model.pt").write_bytes(b"PK not really")
     (tmp_path / "noconfig").mkdir()
     (tmp_path / "noconfig" / "model.pt").write_bytes((run / "model.pt").read_bytes())
-    for words, message in {("best", run): "test, predict, export", (): "WHAT is missing, one of test", ("test",): "RUN is missing",
-                           ("test", "nowhere"): "no such run", ("test", "unfinished"): "not finished", ("test", "damaged"): "cannot be read",
-                           ("predict", run): "IMAGES are missing", ("test", run, "x.png"): "takes no images",
-                           ("test", run, "--batch", "0"): "--batch", ("test", run, "--speed", "9"): "--speed",
-                           ("export", run, "--out", "x.pt2"): "--out", ("test", "noconfig"): "config.json",
-                           ("predict", run, "damaged", "--out", "empty"): "--out"}.items():
+    for words, message in {
+        ("best", run): "test, predict, export, explain",
+        (): "WHAT is missing, one of test",
+        ("test",): "RUN is missing",
+        ("test", "nowhere"): "no such run",
+        ("test", "unfinished"): "not finished",
+        ("test", "damaged"): "cannot be read",
+        ("predict", run): "IMAGES are missing",
+        ("test", run, "x.png"): "takes no images",
+        ("explain", run, "x.png"): "takes no images",
+        ("test", run, "--batch", "0"): "--batch",
+        ("test", run, "--speed", "9"): "--speed",
+        ("test", run, "--image", "3"): "--image 3: is for explain only",
+        ("explain", run, "--image", "first"): "--image first: must be a whole number",
+        ("export", run, "--out", "x.pt2"): "--out",
+        ("explain", run, "--out", "x.pdf"): "--out x.pdf: must end in .png",
+        ("explain", run, "--out", "nowhere/x.png"): "--out nowhere: x.png cannot be written",
+        ("test", "noconfig"): "config.json",
+        ("explain", "noconfig"): "config.json",
+        ("predict", run, "damaged", "--out", "empty"): "--out",
+    }.items():
         with pytest.raises(SystemExit) as stop:
             call(*words)
         assert isinstance(stop.value.code, str) and message in stop.value.code and "\n" not in stop.value.code
 
 
-def test_pictures_of_which_none_is_there(run, tmp_path):
-    with pytest.raises(SystemExit, match="IMAGES nowhere/: there is no such file or folder"):
-        call("predict", run, "nowhere/", "--out", tmp_path / "p.csv")
-    assert not (tmp_path / "p.csv").exists()
-
-
 def test_a_first_stage_is_refused(tmp_path):
-    import train_baselines
-    train_baselines.train(method="fine_tune", steps=1, batch=4, arch="wrn-10-0.25", device="cpu", out=str(tmp_path / "run"))
-    for what in "test", "predict", "export":
-        with pytest.raises(SystemExit, match="is the first stage of fine_tune"):
-            evaluate.evaluate(what, str(tmp_path / "run" / "pretrain"), *([str(tmp_path)] if what == "predict" else []), device="cpu")
-
-
-def test_the_confusion_picture_has_the_true_class_in_rows(tmp_path, monkeypatch):
-    shown = []
-    real = evaluate.plt.Axes.imshow
-    monkeypatch.setattr(evaluate.plt.Axes, "imshow", lambda axes, x, **kwargs: shown.append((axes, x)) or real(axes, x, **kwargs))
-    evaluate.draw_confusion(torch.tensor([[8, 2], [0, 5]]), ["a", "b"], "title", tmp_path / "x.png")
-    axes, matrix = shown[0]
-    assert matrix.tolist() == pytest.approx(np.array([[0.8, 0.2], [0.0, 1.0]])) and axes.get_ylabel() == "true class"
-    assert {(t.get_position(), t.get_text()) for t in axes.texts} == {((0, 0), "8"), ((1, 0), "2"), ((1, 1), "5")}     # (column, row)
-
-
-def test_a_run_from_disk_is_tested_and_predicts_with_its_own_crop(tmp_path):
-    rows, cols = np.mgrid[:64, :64]
-    for part in "train", "test":
-        for k in range(2):
-            (tmp_path / "pictures" / part / f"class {k}").mkdir(parents=True)
-            for i in range(4):
-                picture = np.stack([4 * rows, 4 * cols, 0 * rows + 60 * i + 10 * k], -1).astype(np.uint8)
-                Image.fromarray(picture).save(tmp_path / "pictures" / part / f"class {k}" / f"{i}.png")
-    row = train_crae.train(dataset=str(tmp_path / "pictures"), labels=4, crop="resized", image_size=32, steps=2, batch=2, arch="wrn-10-0.25",
-                           device="cpu", out=str(tmp_path / "run"))
-    assert evaluate.evaluate("test", str(tmp_path / "run"), device="cpu")["error"] == row["test_error"]
-    net, saved = evaluate.load_model(tmp_path / "run")
-    file = tmp_path / "pictures" / "test" / "class 1" / "3.png"
-    evaluate.evaluate("predict", str(tmp_path / "run"), str(file), out=str(tmp_path / "p.csv"), device="cpu")
-    x = torch.as_tensor(data.decode(file, 32, "resized").copy()).permute(2, 0, 1)[None]
-    assert not np.array_equal(data.decode(file, 32, "resized"), data.decode(file, 32))
-    answer = list(csv.DictReader((tmp_path / "p.csv").open()))[0]
-    assert float(answer["probability"]) == pytest.approx(evaluate.probabilities(net, x, "cpu").max().item(), abs=1e-5)
+    train_baselines.train(method="fine_tune", steps=1, out=str(tmp_path / "run"), **helpers.QUICK)
+    for what in "test", "predict", "export", "explain":
+        images = [str(tmp_path)] if what == "predict" else []
+        with pytest.raises(cli.Refused, match="is the first stage of fine_tune"):
+            evaluate.use_model(what, str(tmp_path / "run" / "pretrain"), *images, device="cpu")

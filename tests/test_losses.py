@@ -1,15 +1,23 @@
-"""Each equation against a slow loop over Python numbers' worth of tensors, values and gradients."""
+"""Every equation agrees, in values and gradients, with a slow loop over single numbers."""
 import pytest
 import torch
 
-from losses import (entropy, independent_rotation_loss, labeled_rotation_loss, log_p_z, sharpen, soft_cross_entropy,
-                    unlabeled_rotation_loss)
+from helpers import generator
+from losses import (
+    entropy,
+    independent_rotation_loss,
+    labeled_rotation_loss,
+    log_p_z,
+    sharpen,
+    soft_cross_entropy,
+    unlabeled_rotation_loss,
+)
 
 N, C = 5, 3
 
 
-def draw(*shape, seed=0, scale=2.0):
-    return (scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))).requires_grad_()
+def random_logits(*shape, seed=0, scale=2.0):
+    return (scale * torch.randn(*shape, generator=generator(seed))).requires_grad_()
 
 
 def softmax_loop(v):
@@ -18,7 +26,7 @@ def softmax_loop(v):
 
 
 def p_z_loop(class_logits, rot_logits):
-    """Eq. 1, one image, one angle and one class at a time, in probabilities and float64."""
+    """Eq. 1 for one image, one rotation and one class at a time, with probabilities in float64."""
     out = []
     for n in range(len(class_logits)):
         p_y = softmax_loop(class_logits[n])
@@ -27,8 +35,9 @@ def p_z_loop(class_logits, rot_logits):
     return torch.stack(out)
 
 
-def same_gradients(a, b, *inputs):
-    for g, h in zip(torch.autograd.grad(a, inputs, allow_unused=True), torch.autograd.grad(b, inputs, allow_unused=True)):
+def assert_same_gradients(a, b, *inputs):
+    gradients = (torch.autograd.grad(loss, inputs, allow_unused=True) for loss in (a, b))
+    for g, h in zip(*gradients):
         assert (g is None) == (h is None)
         if g is not None:
             assert g.abs().max() > 0
@@ -36,12 +45,12 @@ def same_gradients(a, b, *inputs):
 
 
 def test_log_p_z_is_equation_1():
-    class_logits, rot_logits = draw(N, C), draw(N, C, 4, seed=1)
+    class_logits, rot_logits = random_logits(N, C), random_logits(N, C, 4, seed=1)
     log_p, loop = log_p_z(class_logits, rot_logits), p_z_loop(class_logits, rot_logits)
     torch.testing.assert_close(log_p.double(), loop.log(), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(log_p.exp().sum(1), torch.ones(N))
-    weights = torch.randn(N, 4, generator=torch.Generator().manual_seed(2))
-    same_gradients((weights * log_p).sum(), (weights * loop.log()).sum(), class_logits, rot_logits)
+    weights = torch.randn(N, 4, generator=generator(2))
+    assert_same_gradients((weights * log_p).sum(), (weights * loop.log()).sum(), class_logits, rot_logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,7 +59,7 @@ def test_log_p_z_survives_extreme_logits(dtype, size):
     class_logits = torch.zeros(2, C, dtype=dtype)
     class_logits[0, 0] = size
     rot_logits = torch.zeros(2, C, 4, dtype=dtype)
-    rot_logits[:, :, 1] = -size                                 # every head is certain, of the wrong or of one angle
+    rot_logits[:, :, 1] = -size                                 # every head is certain, and some are wrong
     rot_logits[1, 0, 2] = size
     class_logits.requires_grad_(), rot_logits.requires_grad_()
     log_p = log_p_z(class_logits, rot_logits)
@@ -64,73 +73,80 @@ def test_log_p_z_survives_extreme_logits(dtype, size):
 
 
 def test_bfloat16_logits_are_not_rounded_again():
-    class_logits, rot_logits = draw(N, C).detach().bfloat16(), draw(N, C, 4, seed=1).detach().bfloat16()
+    class_logits = random_logits(N, C).detach().bfloat16()
+    rot_logits = random_logits(N, C, 4, seed=1).detach().bfloat16()
     loop = p_z_loop(class_logits, rot_logits)
     torch.testing.assert_close(log_p_z(class_logits, rot_logits).double(), loop.log(), atol=1e-5, rtol=1e-5)
 
 
-def test_labeled_rotation_loss_is_the_true_class_head_alone():
-    rot_logits, y, z = draw(N, C, 4), torch.tensor([0, 1, 2, 2, 0]), torch.tensor([0, 1, 2, 3, 3])
+def test_labeled_rotation_loss_only_involves_the_head_of_the_true_class():
+    rot_logits, y, z = random_logits(N, C, 4), torch.tensor([0, 1, 2, 2, 0]), torch.tensor([0, 1, 2, 3, 3])
     losses = labeled_rotation_loss(rot_logits, y, z)
     loop = torch.stack([-softmax_loop(rot_logits[n, y[n]])[z[n]].log() for n in range(N)])
     torch.testing.assert_close(losses.double(), loop, atol=1e-5, rtol=1e-5)
-    same_gradients(losses.sum(), loop.sum(), rot_logits)
+    assert_same_gradients(losses.sum(), loop.sum(), rot_logits)
     grad, = torch.autograd.grad(labeled_rotation_loss(rot_logits, y, z).sum(), rot_logits)
     touched = grad.abs().sum(-1) > 0                            # (N, C)
     assert torch.equal(touched, torch.nn.functional.one_hot(y, C).bool())
 
 
 def test_labeled_loss_is_equation_1_with_a_one_hot_class():
-    rot_logits, y, z = draw(N, C, 4), torch.tensor([0, 1, 2, 2, 0]), torch.tensor([0, 1, 2, 3, 3])
+    rot_logits, y, z = random_logits(N, C, 4), torch.tensor([0, 1, 2, 2, 0]), torch.tensor([0, 1, 2, 3, 3])
     certain = 1e4 * torch.nn.functional.one_hot(y, C).float()
-    torch.testing.assert_close(labeled_rotation_loss(rot_logits, y, z), unlabeled_rotation_loss(certain, rot_logits, z))
+    expected = unlabeled_rotation_loss(certain, rot_logits, z)
+    torch.testing.assert_close(labeled_rotation_loss(rot_logits, y, z), expected)
 
 
 def test_unlabeled_rotation_loss_values_and_gradients():
-    class_logits, rot_logits, z = draw(N, C), draw(N, C, 4, seed=1), torch.tensor([0, 1, 2, 3, 3])
+    class_logits, rot_logits = random_logits(N, C), random_logits(N, C, 4, seed=1)
+    z = torch.tensor([0, 1, 2, 3, 3])
     losses = unlabeled_rotation_loss(class_logits, rot_logits, z)
     p = p_z_loop(class_logits, rot_logits)
     loop = torch.stack([-p[n, z[n]].log() for n in range(N)])
     torch.testing.assert_close(losses.double(), loop, atol=1e-5, rtol=1e-5)
-    same_gradients(losses.mean(), loop.mean(), class_logits, rot_logits)
+    assert_same_gradients(losses.mean(), loop.mean(), class_logits, rot_logits)
 
 
-def test_unlabeled_rotation_loss_pulls_the_class_towards_the_head_that_knows_the_angle():
+def test_unlabeled_rotation_loss_pulls_the_class_towards_the_head_that_knows_the_rotation():
     rot_logits = torch.zeros(1, C, 4)
-    rot_logits[0, 1, 3] = 5.0                                   # R_1 alone recognises z = 3
+    rot_logits[0, 1, 3] = 5.0                                   # only R_1 recognises z = 3
     class_logits = torch.zeros(1, C, requires_grad=True)
-    grad, = torch.autograd.grad(unlabeled_rotation_loss(class_logits, rot_logits, torch.tensor([3])).sum(), class_logits)
+    loss = unlabeled_rotation_loss(class_logits, rot_logits, torch.tensor([3])).sum()
+    grad, = torch.autograd.grad(loss, class_logits)
     assert grad[0, 1] < 0 < grad[0, 0] and grad[0, 0] == grad[0, 2]
 
 
 def test_tied_heads_are_one_shared_head():
-    class_logits, shared, z = draw(N, C), draw(N, 1, 4, seed=1), torch.tensor([0, 1, 2, 3, 3])
+    class_logits, shared = random_logits(N, C), random_logits(N, 1, 4, seed=1)
+    z = torch.tensor([0, 1, 2, 3, 3])
     tied = unlabeled_rotation_loss(class_logits, shared.expand(N, C, 4), z)
     one_head = torch.nn.functional.cross_entropy(shared[:, 0], z, reduction="none")
     torch.testing.assert_close(tied, one_head)
     torch.testing.assert_close(unlabeled_rotation_loss(class_logits, shared, z), one_head)
     torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), shared)[0] for loss in (tied, one_head)))
-    grad, = torch.autograd.grad(unlabeled_rotation_loss(class_logits, shared.expand(N, C, 4), z).sum(), class_logits)
-    assert grad.abs().max() < 1e-6                              # tied heads say nothing of the class
+    loss = unlabeled_rotation_loss(class_logits, shared.expand(N, C, 4), z).sum()
+    grad, = torch.autograd.grad(loss, class_logits)
+    assert grad.abs().max() < 1e-6                              # tied heads carry no information on the class
 
 
-def test_independent_rotation_loss_is_the_mean_of_the_heads_losses():
+def test_independent_rotation_loss_is_the_mean_of_the_losses_of_all_heads():
     K = 6
-    rot_logits, z = draw(N, K, 4), torch.tensor([0, 1, 2, 3, 3])
+    rot_logits, z = random_logits(N, K, 4), torch.tensor([0, 1, 2, 3, 3])
     losses = independent_rotation_loss(rot_logits, z)
-    loop = torch.stack([sum(-softmax_loop(rot_logits[n, k])[z[n]].log() for k in range(K)) / K for n in range(N)])
+    loop = torch.stack([sum(-softmax_loop(rot_logits[n, k])[z[n]].log() for k in range(K)) / K
+                        for n in range(N)])
     torch.testing.assert_close(losses.double(), loop, atol=1e-5, rtol=1e-5)
-    same_gradients(losses.sum(), loop.sum(), rot_logits)
+    assert_same_gradients(losses.sum(), loop.sum(), rot_logits)
 
 
 @pytest.mark.parametrize("T", [0.25, 0.5, 1.0])
 def test_sharpen_is_equation_3(T):
-    p = draw(N, C).softmax(-1).detach()
+    p = random_logits(N, C).softmax(-1).detach()
     sharp = sharpen(p, T)
     for n in range(N):
         powers = [float(p[n, i]) ** (1 / T) for i in range(C)]
-        torch.testing.assert_close(sharp[n].double(), torch.tensor([v / sum(powers) for v in powers], dtype=torch.double),
-                                   atol=1e-5, rtol=1e-5)
+        expected = torch.tensor([v / sum(powers) for v in powers], dtype=torch.double)
+        torch.testing.assert_close(sharp[n].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_sharpen_limits():
@@ -143,19 +159,19 @@ def test_sharpen_limits():
 
 
 def test_soft_cross_entropy_values_and_gradients():
-    logits, target = draw(N, C), sharpen(draw(N, C, seed=3).softmax(-1), 0.5).detach()
+    logits, target = random_logits(N, C), sharpen(random_logits(N, C, seed=3).softmax(-1), 0.5).detach()
     loss = soft_cross_entropy(logits, target)
     log_p = [[v.log() for v in softmax_loop(logits[n])] for n in range(N)]
     loop = -sum(target[n, i].item() * log_p[n][i] for n in range(N) for i in range(C)) / N
     torch.testing.assert_close(loss.double(), loop, atol=1e-5, rtol=1e-5)
-    same_gradients(loss, loop, logits)
+    assert_same_gradients(loss, loop, logits)
 
 
-def test_entropy_is_that_of_the_prediction_with_gradient():
-    logits = draw(N, C)
+def test_entropy_values_and_gradients():
+    logits = random_logits(N, C)
     loop = sum(-p * p.log() for n in range(N) for p in softmax_loop(logits[n])) / N
     torch.testing.assert_close(entropy(logits).double(), loop, atol=1e-6, rtol=1e-5)
-    same_gradients(entropy(logits), loop, logits)
+    assert_same_gradients(entropy(logits), loop, logits)
     sure = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)  # p = 0 must give 0, not nan
     entropy(sure).backward()
     assert entropy(sure) == 0 and torch.isfinite(sure.grad).all()

@@ -1,9 +1,11 @@
+"""Networks have the layers, initial weights and parameter counts of the code bases that the paper follows."""
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+import cli
 from models import ResNet50v2, check_arch, classifier_state, classify, frozen_bn, make_model
 
 
@@ -37,12 +39,12 @@ def test_every_parameter_gets_a_gradient(arch, rot_dim):
     sum(logits.square().sum() for logits in net(torch.randn(4, 3, 64, 64))).backward()
     for name, p in net.named_parameters():
         assert p.grad is not None, name
-        if not re.search(r"backbone.*(conv|shortcut).*bias", name):             # BN takes a convolution's bias out again
+        if not re.search(r"backbone.*(conv|shortcut).*bias", name):     # BN subtracts these biases again
             assert p.grad.abs().max() > 1e-6, name
 
 
 def wide_resnet_by_hand(s, x, stages, blocks):
-    """The forward pass of PROTOCOL's WideResNet from the weights alone, in evaluation mode."""
+    """The forward pass of MixMatch's WideResNet in evaluation mode, computed from the state dict `s`."""
     def bn(name, h):
         return F.batch_norm(h, s[name + ".running_mean"], s[name + ".running_var"], s[name + ".weight"],
                             s[name + ".bias"], eps=1e-3)
@@ -54,26 +56,28 @@ def wide_resnet_by_hand(s, x, stages, blocks):
     for i in range(stages * blocks):
         name, stride = f"backbone.blocks.{i}", 2 if i % blocks == 0 and i else 1
         a = F.leaky_relu(bn(name + ".bn1", h), 0.1)
-        shortcut = a if i == 0 else h                           # activated in the very first block only
+        shortcut = a if i == 0 else h                           # activated only in the very first block
         if f"{name}.shortcut.weight" in s:
             shortcut = conv(name + ".shortcut", shortcut, stride, 0)
-        h = shortcut + conv(name + ".conv2", F.leaky_relu(bn(name + ".bn2", conv(name + ".conv1", a, stride)), 0.1))
+        a = F.leaky_relu(bn(name + ".bn2", conv(name + ".conv1", a, stride)), 0.1)
+        h = shortcut + conv(name + ".conv2", a)
     h = F.leaky_relu(bn("backbone.bn", h), 0.1).mean((2, 3))
     return h @ s["classifier.weight"].T + s["classifier.bias"]
 
 
 @pytest.mark.parametrize("arch, blocks", [("wrn-10-0.25", 1), ("wrn-10-1", 1), ("wrn-16-2", 2)])
 def test_wide_resnet_layer_by_layer(arch, blocks):
-    """Values and gradients, in the memory layout of training."""
+    """Values and gradients agree with a computation by hand, in the memory layout of training."""
     torch.manual_seed(0)
     net = make_model(arch, 10, rot_heads=0, aux=False, bn_momentum=0.5)
-    net(torch.randn(8, 3, 16, 16))                              # running statistics that are not 0 and 1
+    net(torch.randn(8, 3, 16, 16))                              # running statistics other than 0 and 1
     net.eval()
-    for p in net.parameters():                                  # no bias of zero, no scale of one
+    for p in net.parameters():                                  # no bias is 0, no scale is 1
         p.data += 0.1 * torch.randn_like(p)
     net.to(memory_format=torch.channels_last)
     x = torch.randn(64, 3, 16, 16).contiguous(memory_format=torch.channels_last)
-    state = {k: v.detach().double().requires_grad_(k.endswith(("weight", "bias"))) for k, v in net.state_dict().items()}
+    state = {k: v.detach().double().requires_grad_(k.endswith(("weight", "bias")))
+             for k, v in net.state_dict().items()}
     logits, by_hand = net(x)[0], wide_resnet_by_hand(state, x.double(), 3, blocks)
     assert (logits - by_hand).norm() < 1e-5 * by_hand.norm()
     logits.square().mean().backward()
@@ -87,12 +91,12 @@ def test_wide_resnet_shortcuts_and_initial_weights():
     torch.manual_seed(0)
     net = make_model("wrn-28-2", 10, rot_heads=10)
     shortcuts = [isinstance(b.shortcut, torch.nn.Conv2d) for b in net.backbone.blocks]
-    assert shortcuts == [True, False, False, False] * 3         # only where channels change
+    assert shortcuts == [True, False, False, False] * 3         # only where the number of channels changes
     assert [b.conv1.stride[0] for b in net.backbone.blocks] == [1] * 4 + [2, 1, 1, 1] * 2
     conv = net.backbone.blocks[-1].conv2.weight
     assert conv.std().item() == pytest.approx((2 / (9 * 128)) ** 0.5, rel=0.02)
     assert net.classifier.weight.std().item() == pytest.approx((2 / (128 + 10)) ** 0.5, rel=0.1)
-    assert net.rotation.weight.std().item() == pytest.approx((2 / (128 + 4)) ** 0.5, rel=0.1)    # each head by itself
+    assert net.rotation.weight.std().item() == pytest.approx((2 / (128 + 4)) ** 0.5, rel=0.1)     # per head
     assert all(p.abs().max() == 0 for n, p in net.named_parameters() if n.endswith(".bias"))
     bns = [m for m in net.modules() if isinstance(m, torch.nn.BatchNorm2d)]
     assert {(m.eps, m.momentum) for m in bns} == {(1e-3, 0.001)}
@@ -112,13 +116,13 @@ def test_resnet50v2_layers():
 
 def test_resnet50v2_block_projects_the_activated_tensor():
     torch.manual_seed(0)
-    block = ResNet50v2(bn_momentum=0.01).blocks[3].eval()       # the first of stage two, stride 2
+    block = ResNet50v2(bn_momentum=0.01).blocks[3].eval()       # the first block of stage two, stride 2
     x = torch.randn(2, 256, 8, 8)
     s = block.state_dict()
 
     def bn_relu(name, h):
-        return F.relu(F.batch_norm(h, s[name + ".running_mean"], s[name + ".running_var"], s[name + ".weight"],
-                                   s[name + ".bias"], eps=1e-3))
+        mean, var = s[name + ".running_mean"], s[name + ".running_var"]
+        return F.relu(F.batch_norm(h, mean, var, s[name + ".weight"], s[name + ".bias"], eps=1e-3))
 
     a = bn_relu("bn1", x)
     h = bn_relu("bn2", F.conv2d(a, s["conv1.weight"]))
@@ -127,7 +131,7 @@ def test_resnet50v2_block_projects_the_activated_tensor():
 
 
 @pytest.mark.parametrize("aux", [True, False])
-def test_inference_runs_backbone_and_one_classifier_only(aux):
+def test_inference_only_runs_the_backbone_and_one_classifier(aux):
     torch.manual_seed(0)
     net = make_model("wrn-10-1", 3, rot_heads=3, aux=aux).eval()
     x = torch.randn(2, 3, 8, 8)
@@ -153,11 +157,12 @@ def test_frozen_bn_normalises_by_the_batch_and_updates_nothing():
         frozen = net(x)[0]
     assert all(torch.equal(v, before[k]) for k, v in net.state_dict().items())
     assert torch.equal(net(x)[0], frozen)                       # the same batch statistics
-    assert net.backbone.bn.num_batches_tracked == 1 and not torch.equal(net.backbone.bn.running_mean,
-                                                                        before["backbone.bn.running_mean"])
+    assert net.backbone.bn.num_batches_tracked == 1
+    assert not torch.equal(net.backbone.bn.running_mean, before["backbone.bn.running_mean"])
 
 
-@pytest.mark.parametrize("arch", ["wrn-12-2", "wrn-4-1", "wrn-28", "wrn-28-0", "wrn-28--2", "wrn-28-x", "resnet18", ""])
+@pytest.mark.parametrize("arch", ["wrn-12-2", "wrn-4-1", "wrn-28", "wrn-28-0", "wrn-28--2", "wrn-28-x",
+                                  "resnet18", ""])
 def test_bad_architectures(arch):
-    with pytest.raises(SystemExit, match="--arch"):
+    with pytest.raises(cli.Refused, match="--arch"):
         check_arch(arch)

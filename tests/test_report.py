@@ -1,4 +1,4 @@
-"""Tables to the digit from hand-made logs; half-finished, broken and foreign files; every figure is drawn."""
+"""Tables to the last digit from hand-made logs; unfinished, broken and foreign files; and every figure."""
 import csv
 import json
 import math
@@ -7,45 +7,71 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import helpers
+import plots
 import report
-import training
+import run_folder
 
 
-def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed={}, rot_dim=None,
-             finished=True, heads=3, diversity=True, name=None):
-    path = folder / (name or f"{dataset}_{labels}_{method}_{seed}_{'_'.join(map(str, [*changed.values(), rot_dim]))}")
+def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed=(),
+             rot_dim=None, finished=True, heads=3, diversity=True, name=None):
+    """Write the files that the report reads, with one evaluation per error. Returns the folder of the run."""
+    changed = dict(changed)
+    others = "_".join(map(str, [*changed.values(), rot_dim]))
+    path = folder / (name or f"{dataset}_{labels}_{method}_{seed}_{others}")
     path.mkdir(parents=True)
     steps = 20 * len(errors) if finished else 20 * len(errors) + 20
-    config = dict(method=method, dataset=dataset, labels=labels, seed=seed, steps=steps, epoch=20, rot_dim=rot_dim,
-                  changed=dict(changed) | (dict(rot_dim=rot_dim) if rot_dim else {}),
+    config = dict(method=method, dataset=dataset, labels=labels, seed=seed, steps=steps, epoch=20,
+                  rot_dim=rot_dim, changed=changed | (dict(rot_dim=rot_dim) if rot_dim else {}),
                   resolved=dict(rotation_heads=heads, num_classes=3, parameters=1000 + (rot_dim or 0)))
     (path / "config.json").write_text(json.dumps(config))
-    rows = [dict(step=20 * (i + 1), epoch=i + 1, test_error=e, unlabeled_error=e + 1, rotation_accuracy=50) for i, e in enumerate(errors)]
-    training.write_rows(path / "log.csv", rows, "w")
+    rows = [dict(step=20 * (i + 1), epoch=i + 1, test_error=e, unlabeled_error=e + 1, rotation_accuracy=50)
+            for i, e in enumerate(errors)]
+    run_folder.write_rows(path / "log.csv", rows, "w")
     if diversity:
+        shares = [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]]      # one row per class
         for i in range(len(errors)):
-            training.write_rows(path / "diversity.csv", [{"step": 20 * (i + 1), "class": c} | {
-                f"head_{j}": (0.8 if j == c else 0.15 if j > c else 0.05) / (1 + i) for j in range(3)} for c in range(3)], "a")
+            matrix = [{"step": 20 * (i + 1), "class": c}
+                      | {f"head_{j}": share / (1 + i) for j, share in enumerate(row)}
+                      for c, row in enumerate(shares)]
+            run_folder.write_rows(path / "diversity.csv", matrix, "a")
     return path
+
+
+def change_config(run, **values):
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Every figure by the name of its file, kept for a look at what is drawn in it."""
-    kept, real = {}, report.save
-    monkeypatch.setattr(report.plt, "close", lambda figure: None)
-    monkeypatch.setattr(report, "save", lambda figure, path: kept.update({path.name: figure}) or real(figure, path))
-    yield kept
-    monkeypatch.undo()
-    report.plt.close("all")
+    """Every figure by the name of its file, to check what is plotted in it."""
+    kept, real = {}, plots.save_figure
+
+    def save_figure(figure, path, **options):
+        kept[path.name] = figure
+        real(figure, path, **options)
+
+    monkeypatch.setattr(plots, "save_figure", save_figure)
+    return kept
 
 
 def lines_of(figure):
     return {line.get_label(): line.get_xydata().tolist() for axes in figure.axes for line in axes.lines}
 
 
+def matrices_of(figure):
+    return [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
+
+
+def colour_of(method):
+    """The colour of a method in all figures."""
+    (_, _, number), = report.in_table_order({method})
+    return plots.colour(number)
+
+
 def cells(path, dataset, start):
-    """The cells of the only row of that name in a dataset's section."""
+    """The cells of the only row of that name in the section of a dataset."""
     section = path.read_text().split(f"## {dataset}\n")[1].split("\n## ")[0]
     line, = [line for line in section.splitlines() if line.startswith(f"| {start} |")]
     return [cell.strip() for cell in line.strip("|").split("|")]
@@ -53,73 +79,90 @@ def cells(path, dataset, start):
 
 def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures):
     runs = tmp_path / "runs"
-    make_run(runs, errors=[99.0] * 5 + [10.0] * 10 + [12.0] * 10, seed=0)       # the median of the last 20 is 11
+    make_run(runs, errors=[99.0] * 5 + [10.0] * 10 + [12.0] * 10, seed=0)       # median of the last 20: 11
     make_run(runs, errors=[13.0] * 25, seed=1)
     make_run(runs, "crae_plus", errors=[7.125], seed=0)
     make_run(runs, "crae", labels=100, errors=[5.0, 6.0], seed=0)
     make_run(runs, "independent", errors=[9.0], heads=10)
     make_run(runs, "independent_2", errors=[8.0], heads=2)
-    out = report.report(str(runs), out=str(tmp_path / "report"))
+    out = report.write_report(str(runs), out=str(tmp_path / "report"))
     path = tmp_path / "report" / "report.md"
     assert out == str(path)
     text = path.read_text()
-    assert cells(path, "digits", "CRAE + ext. 1 and 2 (CRAE+)") == ["CRAE + ext. 1 and 2 (CRAE+)", "7.12 (1)", ""]
+    name = "CRAE + ext. 1 and 2 (CRAE+)"
+    assert cells(path, "digits", name) == [name, "7.12 (1)", ""]
     assert "| CRAE | 12.00 ± 1.41 (2) | 5.50 (1) |" in text     # sqrt(2) is the deviation of 11 and 13
-    assert cells(path, "digits", "10") == ["10", "9.00 (1)"] and cells(path, "digits", "2") == ["2", "8.00 (1)"]
-    assert cells(path, "digits", "20") == ["20", ""]            # not run: empty, and said below
-    assert "detached p(y\\|x)" in text                         # a bar would end the cell
-    assert "- digits, 50 labels: " in text and "independent, 20 heads" in text.split("## Not run, or not finished")[1]
-    assert "| Components, digits | 50 labels | 100 labels |" in text and "| paper |" not in text.split("## digits")[1].split("##")[0]
-    for name in "digits_labels", "digits_50_curves", "digits_50_diversity_crae", "digits_50_diversity_crae_plus", "digits_50_diversity":
-        assert f"({name}.png)" in text and np.asarray(Image.open(tmp_path / "report" / f"{name}.png").convert("L")).std() > 5
+    assert cells(path, "digits", "10") == ["10", "9.00 (1)"]
+    assert cells(path, "digits", "2") == ["2", "8.00 (1)"]
+    assert cells(path, "digits", "20") == ["20", ""]            # not run: empty here, and listed below
+    assert "detached p(y\\|x)" in text                          # a bar would end the cell
+    assert "- digits, 50 labels: " in text
+    assert "independent, 20 heads" in text.split("## Not run, or not finished")[1]
+    assert "| Components, digits | 50 labels | 100 labels |" in text
+    assert "| paper |" not in text.split("## digits")[1].split("##")[0]
+    for name in ("digits_labels", "digits_50_curves", "digits_50_diversity_crae",
+                 "digits_50_diversity_crae_plus", "digits_50_diversity"):
+        assert f"({name}.png)" in text
+        assert np.asarray(Image.open(tmp_path / "report" / f"{name}.png").convert("L")).std() > 5
     curves = lines_of(figures["digits_50_curves.png"])
-    assert curves["CRAE (2)"][0] == [20, (99 + 13) / 2] and curves["CRAE (2)"][-1] == [500, 12.5] and curves["CRAE+ (1)"] == [[20, 7.125]]
-    drawn = {c.get_label(): c.lines[0].get_xydata()[:, 1].tolist() for c in figures["digits_labels.png"].axes[0].containers}
-    assert drawn["CRAE"] == [12, 5.5] and drawn["CRAE+"] == [7.125]
+    assert curves["CRAE (2)"][0] == [20, (99 + 13) / 2] and curves["CRAE (2)"][-1] == [500, 12.5]
+    assert curves["CRAE+ (1)"] == [[20, 7.125]]
+    plotted = {c.get_label(): c.lines[0].get_xydata()[:, 1].tolist()
+               for c in figures["digits_labels.png"].axes[0].containers}
+    assert plotted["CRAE"] == [12, 5.5] and plotted["CRAE+"] == [7.125]
     figure = figures["digits_50_diversity_crae.png"]
-    assert lines_of(figure)["_child0"][:2] == [[1, 100], [2, 100]]              # epochs, and the unlabelled error
-    shown = [np.asarray(axes.images[0].get_array()) for axes in figure.axes if axes.images]
+    assert lines_of(figure)["_child0"][:2] == [[1, 100], [2, 100]]              # epoch, unlabelled error
+    shown = matrices_of(figure)
     assert len(shown) == 4
-    np.testing.assert_allclose(shown[0], [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]])             # row: class
+    first = [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]]           # one row per class
+    np.testing.assert_allclose(shown[0], first)
     np.testing.assert_allclose(shown[-1], shown[0] / 25)        # the last of 25 epochs
-    pair = [np.asarray(axes.images[0].get_array()) for axes in figures["digits_50_diversity.png"].axes if axes.images]
-    np.testing.assert_allclose(pair[0], shown[-1]), np.testing.assert_allclose(pair[1], shown[0])
+    pair = matrices_of(figures["digits_50_diversity.png"])
+    np.testing.assert_allclose(pair[0], shown[-1])
+    np.testing.assert_allclose(pair[1], shown[0])
 
 
-def test_the_papers_numbers_stand_beside_ours_and_what_is_missing_is_said(tmp_path, figures):
+def test_the_papers_numbers_are_next_to_ours_and_missing_cells_are_listed(tmp_path, figures):
     runs = tmp_path / "runs"
     make_run(runs, "mixmatch", "cifar10", 250, errors=[11.5])
     make_run(runs, "crae", "cifar10", 250, errors=[18.0], changed=dict(steps=40))
-    report.report(str(runs), out=str(tmp_path / "report"))
+    report.write_report(str(runs), out=str(tmp_path / "report"))
     path = tmp_path / "report" / "report.md"
-    assert cells(path, "cifar10", "MixMatch")[1:5] == ["11.50 (1)", "11.08 [mixmatch]", "", "9.65 [mixmatch]"]
+    quoted = ["11.50 (1)", "11.08 [mixmatch]", "", "9.65 [mixmatch]"]
+    assert cells(path, "cifar10", "MixMatch")[1:5] == quoted
     text = path.read_text()
     assert "| CRAE+ |  | 10.76 |" in text                       # not run: empty
     short = text.split("## cifar10, with steps 40")[1].split("\n## ")[0]
-    assert "| CRAE | 18.00 (1) |" in short and "17.07" not in short             # another setting: no number of the paper
+    assert "| CRAE | 18.00 (1) |" in short
+    assert "17.07" not in short                                 # another setting: without the paper's number
     axes = figures["cifar10_labels.png"].axes[0]
-    dashed = {line.get_color(): line.get_xydata().tolist() for line in axes.lines if line.get_linestyle() == "--" and len(line.get_xydata()) > 0}
-    assert dashed[report.colour_of("mixmatch")] == [[250, 11.08], [500, 9.65], [1000, 7.75], [2000, 7.03], [4000, 6.24]]
-    assert axes.get_xscale() == "log" and len(dashed) == 12     # all methods of the paper's tables, ours or not
-    assert dashed[report.colour_of("labeled_only")][-1] == [4000, 19.65]        # its own run, not the number it quotes
+    dashed = {line.get_color(): line.get_xydata().tolist() for line in axes.lines
+              if line.get_linestyle() == "--" and len(line.get_xydata()) > 0}
+    assert dashed[colour_of("mixmatch")] == [[250, 11.08], [500, 9.65], [1000, 7.75], [2000, 7.03],
+                                             [4000, 6.24]]
+    assert axes.get_xscale() == "log" and len(dashed) == 12     # all methods of the paper's tables
+    assert dashed[colour_of("labeled_only")][-1] == [4000, 19.65]       # the paper's run, not one it quotes
     names = [text.get_text() for text in figures["cifar10_labels.png"].legends[0].texts]
     assert "MixMatch" in names and "VAT (paper)" in names and "MixMatch (paper)" not in names
     missing = text.split("## Not run, or not finished")[1]
-    assert "- cifar10, 250 labels: " in missing and "MixMatch" not in missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
-    assert "CRAE" in missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
+    assert "- cifar10, 250 labels: " in missing
+    methods = missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
+    assert "MixMatch" not in methods and "CRAE" in methods
     assert "41.26" in text and "top-5" in text                  # ILSVRC-2012
 
 
-def test_a_half_finished_sweep_and_files_that_are_no_runs(tmp_path, capsys):
+def test_an_unfinished_sweep_and_files_that_are_not_runs(tmp_path, capsys):
     runs = tmp_path / "runs"
     make_run(runs, errors=[20.0, 10.0], seed=0)
     make_run(runs, errors=[20.0], seed=1, finished=False)
     half = make_run(runs, errors=[20.0, 12.0, 11.0], seed=2, finished=False)
-    (half / "log.csv").write_text((half / "log.csv").read_text() + "80,4")      # a row that was being written
+    (half / "log.csv").write_text((half / "log.csv").read_text() + "80,4")      # a row that was cut off
     nothing = make_run(runs, errors=[1.0], seed=3, finished=False)
     (nothing / "log.csv").unlink()
-    for name, file, content in (("damaged", "config.json", b"{"), ("list", "config.json", b"[]"), ("binary", "config.json", b"\xff\xfe\x00"),
-                                ("foreign", "config.json", b'{"model": 3}'), ("words", "readme.txt", b"hello")):
+    for name, file, content in (("damaged", "config.json", b"{"), ("list", "config.json", b"[]"),
+                                ("binary", "config.json", b"\xff\xfe\x00"),
+                                ("foreign", "config.json", b'{"model": 3}'),
+                                ("words", "readme.txt", b"hello")):
         (runs / name).mkdir()
         (runs / name / file).write_bytes(content)
     broken = make_run(runs, errors=[5.0], seed=4, name="brokenlog")
@@ -128,45 +171,51 @@ def test_a_half_finished_sweep_and_files_that_are_no_runs(tmp_path, capsys):
     (matrix / "diversity.csv").write_bytes(b"step,class,head_0\n20,a,x\n")
     (runs / "stray.bin").write_bytes(b"\0" * 100)
     twin = make_run(runs, errors=[20.0, 10.0], seed=0, name="zz_twin")
-    make_run(runs, errors=[55.0], seed=1, name="aa_finished")   # of the unfinished run with seed 1, which comes after it
-    for name, change in (("epoch0", dict(epoch=0)), ("infinite", dict(steps=1e999)), ("fifty", dict(labels="fifty"))):
-        strange = make_run(runs, errors=[5.0], seed=9, name=name)
-        (strange / "config.json").write_text(json.dumps(json.loads((strange / "config.json").read_text()) | change))
-    for name, content in (("nounlabeled", b"step,test_error\n20,5\n"), ("blank", b"step,test_error,unlabeled_error\n20,,\n")):
+    make_run(runs, errors=[55.0], seed=1, name="aa_finished")   # replaces the unfinished run with seed 1
+    for name, change in (("epoch0", dict(epoch=0)), ("infinite", dict(steps=1e999)),
+                         ("fifty", dict(labels="fifty"))):
+        change_config(make_run(runs, errors=[5.0], seed=9, name=name), **change)
+    for name, content in (("nounlabeled", b"step,test_error\n20,5\n"),
+                          ("blank", b"step,test_error,unlabeled_error\n20,,\n")):
         strange = make_run(runs, errors=[5.0], seed=9, name=name)
         (strange / "log.csv").write_bytes(content)
     for name, content in (("header", b"a,b\n1,2\n"), ("wide", b"step,class,head_0\n20,a,1,2,3\n")):
-        (make_run(runs, "crae_ext1", errors=[5.0], seed=len(name), name=name) / "diversity.csv").write_bytes(content)
-    report.report(str(runs), out=str(tmp_path / "report"))
+        strange = make_run(runs, "crae_ext1", errors=[5.0], seed=len(name), name=name)
+        (strange / "diversity.csv").write_bytes(content)
+    report.write_report(str(runs), out=str(tmp_path / "report"))
     text, errors = (tmp_path / "report" / "report.md").read_text(), capsys.readouterr().err
     assert "| CRAE | 35.00 ± 28.28 (2) |" in text and "5 finished runs, 2 unfinished" in text
     assert "step 60 of 80" in text and "step 0 of 40" in text
-    for name in "damaged", "list", "binary", "foreign", "words", "brokenlog", "brokenmatrix", "stray.bin", twin.name, "epoch0", "infinite", "fifty", "nounlabeled", "blank", "header", "wide":
-        assert name in text.split("## Passed over")[1] and name in errors, name
+    for name in ("damaged", "list", "binary", "foreign", "words", "brokenlog", "brokenmatrix", "stray.bin",
+                 twin.name, "epoch0", "infinite", "fifty", "nounlabeled", "blank", "header", "wide"):
+        assert name in text.split("## Skipped")[1] and name in errors, name
 
 
-def test_no_runs_give_the_papers_tables(tmp_path):
+def test_without_runs_the_tables_show_the_papers_numbers(tmp_path):
     (tmp_path / "runs").mkdir()
-    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text()
-    with (training.HERE / "paper_results.csv").open() as file:
+    with (helpers.HERE / "paper_results.csv").open() as file:
         for row in csv.DictReader(file):
             assert f"{float(row['value']):.2f}" in text, row
     assert not list((tmp_path / "report").glob("*.png"))
 
 
+@pytest.mark.slow
 def test_own_data_of_the_same_name_is_another_dataset(tmp_path):
     runs = tmp_path / "runs"
-    for seed, dataset in enumerate(["cifar10", "/elsewhere/cifar10", "my $\\frac$ | pics", "/a/x.npz", "/b/x.npz"]):
+    datasets = ["cifar10", "/elsewhere/cifar10", "my $\\frac$ | pics", "/a/x.npz", "/b/x.npz"]
+    for seed, dataset in enumerate(datasets):
         make_run(runs, dataset=dataset, labels=250, errors=[10.0 + seed], name=f"run{seed}")
     make_run(runs, "independent", errors=[3.0], heads=20, name="twenty")
-    report.report(str(runs), out=str(tmp_path / "report"))
+    report.write_report(str(runs), out=str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text()
     for seed in range(5):
         assert f"| CRAE | {10 + seed}.00 (1) |" in text
     assert "| 20 | 3.00 (1) |" in text and "| 10 |  |" in text
-    pictures = [name.split(")")[0] for name in text.split("](")[1:]]
-    assert all(" " not in name for name in pictures) and len(set(pictures)) == len(pictures) and len(pictures) >= 10
+    images = [name.split(")")[0] for name in text.split("](")[1:]]
+    assert all(" " not in name for name in images)
+    assert len(set(images)) == len(images) and len(images) >= 10
 
 
 def test_other_settings_and_other_folders_are_kept_apart_and_named(tmp_path, figures, capsys):
@@ -177,27 +226,30 @@ def test_other_settings_and_other_folders_are_kept_apart_and_named(tmp_path, fig
     make_run(runs / "sweep", errors=[50.0, 50.0], seed=2, finished=False)       # in no mean and no curve
     (runs / "sweep" / "junk").mkdir()
     (runs / "sweep" / "stray.txt").touch()
-    report.report(str(runs), out=str(tmp_path / "report"))
+    report.write_report(str(runs), out=str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "| CRAE | 11.00 ± 1.41 (2) |" in text and "| CRAE | 30.00 (1) |" in text.split("## digits, with batch 8")[1]
-    passed_over = text.split("## Passed over")[1].strip().splitlines()
-    assert [line.split("sweep/")[1] for line in passed_over] == ["junk: no run", "stray.txt: no run"]
+    assert "| CRAE | 11.00 ± 1.41 (2) |" in text
+    assert "| CRAE | 30.00 (1) |" in text.split("## digits, with batch 8")[1]
+    skipped = text.split("## Skipped")[1].strip().splitlines()
+    assert [line.split("sweep/")[1] for line in skipped] == ["junk: not a run", "stray.txt: not a run"]
     assert lines_of(figures["digits_50_curves.png"]) == {"CRAE (2)": [[20, 11.0]]}
     bars, = figures["digits_labels.png"].axes[0].containers
     low, high = bars.lines[2][0].get_segments()[0][:, 1]
-    assert high - low == pytest.approx(2 * 2 ** 0.5)            # the standard deviation of 10 and 12, up and down
+    assert high - low == pytest.approx(2 * 2 ** 0.5)            # the deviation of 10 and 12, up and down
 
 
-def test_imagenet_has_accuracies_top1_and_top5(tmp_path):
+def test_imagenet_has_top1_and_top5_accuracies(tmp_path):
     for seed, (error, top5) in enumerate([(50.0, 25.0), (52.0, 27.0)]):
-        run = make_run(tmp_path / "runs", dataset="imagenet", labels="1%", errors=[90.0] * 19 + [error], seed=seed, diversity=False)
-        config = json.loads((run / "config.json").read_text()) | dict(decay_at=[0.7], rot_dim=16)
-        (run / "config.json").write_text(json.dumps(config))
-        lines = (run / "log.csv").read_text().splitlines()
-        (run / "log.csv").write_text("\n".join([lines[0] + ",test_top5_error", *(f"{line},{top5}" for line in lines[1:])]) + "\n")
-    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+        run = make_run(tmp_path / "runs", dataset="imagenet", labels="1%", errors=[90.0] * 19 + [error],
+                       seed=seed, diversity=False)
+        change_config(run, decay_at=[0.7], rot_dim=16)
+        head, *lines = (run / "log.csv").read_text().splitlines()
+        lines = [f"{head},test_top5_error", *(f"{line},{top5}" for line in lines)]
+        (run / "log.csv").write_text("\n".join(lines) + "\n")
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
     path = tmp_path / "report" / "report.md"
-    assert cells(path, "imagenet, accuracies", "CRAE") == ["CRAE", "49.00 ± 1.41 (2)", "49.26", "74.00 ± 1.41 (2)", "75.57", "", "65.34", "", "87.07"]
+    assert cells(path, "imagenet, accuracies", "CRAE") == [
+        "CRAE", "49.00 ± 1.41 (2)", "49.26", "74.00 ± 1.41 (2)", "75.57", "", "65.34", "", "87.07"]
     assert cells(path, "imagenet, accuracies", "S4L")[1:5] == ["", "46.90", "", "74.16"]
     assert cells(path, "imagenet, accuracies", "S4L, as S4L reports it")[4] == "53.37 [s4l]"
     missing = path.read_text().split("## Not run, or not finished")[1]
@@ -208,14 +260,15 @@ def test_rotation_dimension(tmp_path, figures):
     for dim, error in (None, 10.0), (16, 11.0), (4, 15.0):
         for seed in 0, 1:
             make_run(tmp_path / "runs", errors=[error + seed], rot_dim=dim, seed=seed)
-    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
     text = (tmp_path / "report" / "report.md").read_text()
-    assert "| no reduction | 10.50 ± 0.71 (2) | 1,000 |\n| 16 | 11.50 ± 0.71 (2) | 1,016 |\n| 4 | 15.50 ± 0.71 (2) | 1,004 |" in text
-    assert "| CRAE | 10.50 ± 0.71 (2) |" in text                # reduced runs are not in the other tables
-    assert len({report.colour_of(m) for m in report.METHODS}) == len(report.METHODS)
-    make_run(tmp_path / "runs", "s4l", errors=[50.0], rot_dim=4, seed=7)       # CRAE alone is shown
+    assert ("| no reduction | 10.50 ± 0.71 (2) | 1,000 |\n| 16 | 11.50 ± 0.71 (2) | 1,016 |\n"
+            "| 4 | 15.50 ± 0.71 (2) | 1,004 |") in text
+    assert "| CRAE | 10.50 ± 0.71 (2) |" in text                # the other tables omit reduced runs
+    assert len({colour_of(m) for m in report.METHODS}) == len(report.METHODS)
+    make_run(tmp_path / "runs", "s4l", errors=[50.0], rot_dim=4, seed=7)        # only CRAE is shown
     make_run(tmp_path / "runs", errors=[99.0], seed=2)          # a seed that only the unreduced run has
-    report.report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
     figure = figures["digits_50_rotation_dim.png"]
     points = figure.axes[0].containers[0].lines[0].get_xydata().tolist()
     assert points == [[16, 88.5], [4, 84.5]] and figure.axes[0].lines[-1].get_ydata()[0] == 89.5
@@ -226,11 +279,12 @@ def test_mean_of_the_diagonal():
     assert report.mean_diagonal([[math.nan, math.nan], [0.25, 0.75]]) == 0.75
 
 
-def test_bad_input_is_one_line(tmp_path, monkeypatch):
+def test_bad_input_gives_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    for words, message in ([], "RUNS is missing"), (["nowhere"], "no such folder"), ([".", "--out", "file"], "--out"), (
-            [".", "other"], "not a flag"), ([".", "--in", "x"], "--in"):
+    for words, message in (([], "RUNS is missing"), (["nowhere"], "no such folder"),
+                           ([".", "--out", "file"], "--out"), ([".", "other"], "not a flag"),
+                           ([".", "--in", "x"], "--in")):
         with pytest.raises(SystemExit) as stop:
-            training.command_line(report.report, words)
+            helpers.command_line(report, words, report.write_report)
         assert message in stop.value.code and "\n" not in stop.value.code

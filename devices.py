@@ -1,0 +1,135 @@
+"""The device: selection, precision and memory."""
+import copy
+import os
+import re
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import cli
+import distributed
+from models import frozen_bn
+
+
+def select(device, deterministic=False):
+    """The name of the device, set up for speed or for reproducible bits. None means a GPU if there is one.
+
+    Under torchrun, each process gets the GPU of its local rank.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device != "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        if device != "cuda":
+            raise cli.Refused(f"--device {device}: under torchrun each process has its own GPU; "
+                              "omit the flag, or give cpu or cuda")
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    try:
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+            raise RuntimeError
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError):                      # no such device, or torch without CUDA
+        raise cli.Refused(f"--device {device}: torch finds no such device here; "
+                          "omit the flag, or give cpu, cuda or cuda:<number>") from None
+    if device != "cpu":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")              # TF32 where autocast keeps float32
+        torch.backends.cudnn.benchmark = not deterministic      # all training batches have the same shape
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")             # required by cuBLAS
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    return device
+
+
+def synchronize(device):
+    """Wait for a GPU to finish its work; on a CPU there is nothing to wait for."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def autocast(device, precision=None):
+    """Returns a function that makes the autocast context of a forward pass. None: bf16 on GPUs, else fp32."""
+    kind = torch.device(device).type
+    precision = precision or ("bf16" if kind == "cuda" else "fp32")
+    return partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
+
+
+def cores():
+    """The number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):                        # Linux
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def free_memory(device):
+    """Bytes that can still be allocated on a device."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo") as file:
+            free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):                            # not Linux: take all physical memory
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:                                                        # a container or Slurm may allow less
+        limit, used = (int(Path("/sys/fs/cgroup", name).read_text())
+                       for name in ("memory.max", "memory.current"))
+        return min(free, limit - used)
+    except (OSError, ValueError):                               # "max" means no limit
+        return free
+
+
+def warn_of_memory(net, objective, size, config, *, unlabeled, augment, gen):
+    """Print a note before the first step if a step would not fit into memory.
+
+    What a step keeps for its backward pass is counted on a few images and scaled up.
+    """
+    device, autocast_on = gen.device, autocast(gen.device, config["precision"])
+    labeled = config["batch"] // (distributed.world() * config["accumulate"])   # labelled images per pass
+    mu = unlabeled // config["batch"]                           # unlabelled images per labelled one
+    free = free_memory(device) / (1 if device.type == "cuda" else distributed.processes_here())
+    weights = sum(p.numel() * p.element_size() for p in net.parameters())
+    state = weights * (3 if config["optimizer"] == "adam" else 2)       # with gradients and optimiser state
+
+    def forward(n):
+        with frozen_bn(net), autocast_on():
+            return net(torch.zeros(n, 3, size, size, device=device))
+
+    fixed, each = kept_for_backward(net, forward)
+    if state + fixed + each * labeled * 16 * max(1, mu) < free:         # no method makes more copies
+        return
+    model = copy.deepcopy(net)
+
+    def step(n):
+        x = torch.zeros(n + n * mu, 3, size, size, dtype=torch.uint8, device=device)
+        y = torch.zeros(n, dtype=torch.int64, device=device)
+        with autocast_on():
+            return objective(model, x[:n], y, x[n:], augment=augment, gen=gen, step=0,
+                             ema=copy.deepcopy(model))
+
+    fixed, each = kept_for_backward(model, step)
+    need = {n: state + fixed + each * (labeled // n) for n in range(1, labeled + 1) if labeled % n == 0}
+    if need[1] > free:
+        n = next((n for n in need if need[n] < free), labeled)
+        print(f"note: a step needs about {need[1] / 2 ** 30:.1f} GiB, "
+              f"but {device} has {free / 2 ** 30:.1f} GiB free; "
+              f"--accumulate {n * config['accumulate']} would need about {need[n] / 2 ** 30:.1f} GiB",
+              flush=True)
+
+
+def kept_for_backward(model, forward):
+    """Bytes that forward(n images) keeps for its backward pass, without the weights: (fixed, per image)."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def kept(n):
+        sizes = {}
+
+        def keep(x):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            result = forward(n)                                 # keep it alive, or its memory is used twice
+        del result
+        return sum(size for place, size in sizes.items() if place not in weights)
+
+    two, four = kept(2), kept(4)                                # with autocast's copies of the weights
+    return two - (four - two), (four - two) / 2

@@ -1,0 +1,323 @@
+"""Every figure of the repository. Each function takes numbers, not runs, and writes one PNG file.
+
+    plot_curve            errors of one run over its steps (curve.png in the folder of a run)
+    plot_confusion        confusion matrix of a classifier (evaluate.py test)
+    plot_method           CRAE on one image, from left to right (evaluate.py explain)
+    plot_labels           error against the number of labelled images (report.py, as all figures below)
+    plot_curves           error curves of several methods
+    plot_diversity        unlabelled error over the epochs, and the diversity matrix at some of them
+    plot_diversity_pair   the final diversity matrices of CRAE and CRAE+
+    plot_rotation_dim     accuracy against the dimension in front of the rotation heads
+
+This is the only file that imports matplotlib. It does not use pyplot, so it needs no display and does not
+interfere with the figures of a notebook.
+"""
+import statistics
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch, Rectangle
+from matplotlib.text import Annotation
+
+PALETTE = [*colormaps["tab20"].colors, *colormaps["tab20b"].colors]
+# For plot_method. Our choices: ten class names are still readable; orange marks the true class and rotation.
+CLASSES_SHOWN = 10
+BLUE, TRUE, GREY = "#3b75af", "#e8820c", "#777777"
+
+
+def colour(k):
+    """Colour number k; black for None and for numbers beyond the palette."""
+    return PALETTE[k] if k is not None and k < len(PALETTE) else "black"
+
+
+def save_figure(figure, path, dpi=100):
+    figure.savefig(path, dpi=dpi)
+
+
+def shorten(name, most=15):
+    """A class name that fits next to an axis."""
+    return name if len(name) <= most else name[:most - 1] + "…"
+
+
+def mean_and_deviation(values):
+    """Returns the mean and the standard deviation; the latter is 0 for a single value."""
+    return statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0
+
+
+# ---------------------------------------------------------------- one run
+
+
+def plot_curve(rows, path, title):
+    """Errors of one run over its steps; `rows` are the rows of log.csv."""
+    columns = dict(rotation_accuracy="rotation, unlabelled", test_error_raw="test, raw weights",
+                   unlabeled_error="unlabelled, p(y|x)", val_error="validation, averaged weights",
+                   test_error="test, averaged weights")
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for column, label in columns.items():
+        points = [(int(r["step"]), float(r[column])) for r in rows if r[column]]
+        if column == "rotation_accuracy":
+            points = [(step, 100 - value) for step, value in points]            # as an error, like the others
+        if points:
+            axes.plot(*zip(*points), label=label, linewidth=2 if column == "test_error" else 1)
+    axes.set(xlabel="step", ylabel="error (%)", ylim=(0, None))
+    axes.set_title(title, parse_math=False)
+    axes.legend()
+    axes.grid(alpha=0.3)
+    save_figure(figure, path, dpi=120)
+
+
+def plot_confusion(matrix, classes, title, path):
+    """Rows: true classes; columns: predicted classes. Up to 20 classes are shown with names and counts."""
+    matrix, C = np.asarray(matrix), len(classes)                # (C, C)
+    share = matrix / matrix.sum(1, keepdims=True).clip(min=1)
+    size = max(5.5, 0.5 * C) if C <= 20 else 7
+    figure = Figure(figsize=(size + 1, size), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow(share, vmin=0, vmax=1, cmap="Blues")
+    axes.set(xlabel="predicted class", ylabel="true class")
+    axes.set_title(title, parse_math=False, fontsize=9)
+    if C <= 20:
+        names = [shorten(name) for name in classes]
+        upright = max(map(len, names)) <= 2
+        axes.xaxis.set_ticks(range(C), names, rotation=0 if upright else 90, parse_math=False)
+        axes.yaxis.set_ticks(range(C), names, rotation=0, parse_math=False)
+        for i, j in zip(*matrix.nonzero()):
+            axes.text(j, i, int(matrix[i, j]), ha="center", va="center", fontsize=8,
+                      color="white" if share[i, j] > 0.5 else "black")
+    figure.colorbar(shown, label="share of the true class")
+    save_figure(figure, path, dpi=120)
+
+
+# ---------------------------------------------------------------- the method
+
+
+def plot_method(copies, p_y, R, p_z, classes, true_class, path):
+    """CRAE on one image: its four rotations, p(y|x), the rotation heads R_k(z|x), and p(z|x) by Eq. 1.
+
+    copies  (4, H, W, 3) uint8; copy z is the image rotated by 90 z degrees, an input of the network
+    p_y     (4, C) main classifier        R  (4, C, 4) rotation heads        p_z  (4, 4) p(z|x)
+    """
+    p_y, R, p_z = map(np.asarray, (p_y, R, p_z))
+    shown = classes_to_show(p_y, true_class)
+    names = [shorten(classes[k], 11) for k in shown]
+    figure = Figure(figsize=(9, 6.6))
+    method_text(figure, len(shown), len(classes))
+    image = figure.add_axes([0.012, 0.395, 0.105, 0.143])
+    show_image(image, copies[0])
+    name = shorten(classes[true_class], 12)
+    gap = " " if len(name) < 6 else "\n"
+    image.set_xlabel(f"class:{gap}{name}", fontsize=9, color=TRUE, parse_math=False)
+    figure.add_artist(FancyBboxPatch((0.285, 0.087), 0.022, 0.750, boxstyle="round,pad=0.005", edgecolor=GREY,
+                                     facecolor="#f0f0f0", transform=figure.transFigure))
+    for z, bottom in enumerate((0.680, 0.482, 0.284, 0.086)):
+        middle = bottom + 0.079
+        copy = figure.add_axes([0.165, bottom + 0.012, 0.095, 0.1295])
+        show_image(copy, copies[z])
+        copy.set_title(f"z = {90 * z}°", fontsize=9, pad=2, color=TRUE)
+        bars, heads, result = (figure.add_axes([left, bottom, width, 0.158])
+                               for left, width in ((0.42, 0.125), (0.595, 0.14), (0.825, 0.165)))
+        class_bars(bars, p_y[z, shown], names, list(shown).index(true_class))
+        show_heads(heads, R[z, shown], p_y[z, shown].argmax(), z)
+        rotation_bars(result, p_z[z], z)
+        for axes in (heads, result) if z < 3 else ():
+            axes.tick_params(labelbottom=False)
+        arrow(figure, (0.121, 0.467), (0.160, middle))
+        arrow(figure, (0.263, middle), (0.279, middle))
+        arrow(figure, (0.314, middle), (0.403 - 0.0065 * max(map(len, names)), middle))
+        figure.text(0.570, middle, "×", ha="center", va="center", fontsize=16)
+        figure.text(0.762, middle + 0.030, r"$\sum_k$", ha="center", va="center", fontsize=12)
+        arrow(figure, (0.742, middle), (0.783, middle))
+    save_figure(figure, path, dpi=200)
+
+
+def classes_to_show(p_y, true_class):
+    """All classes, or the most probable ones and the true one if there are too many; in their order."""
+    order = p_y.max(0).argsort()[::-1].tolist()                 # (C,)
+    order.remove(true_class)
+    return np.array(sorted([true_class, *order[:CLASSES_SHOWN - 1]]))
+
+
+def method_text(figure, shown, num_classes):
+    """Eq. 1, the titles of the columns, and what the marks mean."""
+    centred = dict(ha="center", va="center")
+    figure.text(0.5, 0.965, r"$p(z\,|\,x)\;=\;\sum_k\;p(y=k\,|\,x)\;R_k(z\,|\,x)$", fontsize=13, **centred)
+    some = "" if shown == num_classes else f" ({shown} of {num_classes})"
+    titles = {0.065: "image", 0.2125: "four rotations\n$x$", 0.470: f"class $k${some}\n$p(y=k\\,|\\,x)$",
+              0.665: "rotation head of class $k$\n$R_k(z\\,|\\,x)$", 0.9075: "rotation\n$p(z\\,|\\,x)$"}
+    for x, title in titles.items():
+        figure.text(x, 0.868, title, ha="center", va="bottom", fontsize=10, linespacing=1.4)
+    figure.text(0.2965, 0.462, "one network: backbone and heads", rotation=90, fontsize=9, **centred)
+    marks = ("orange: true class, true rotation", "frame: head of the most probable class",
+             "heat map: white 0, blue 1")
+    figure.text(0.5, 0.018, (" " * 6).join(marks), fontsize=8, color=GREY, **centred)
+
+
+def show_image(axes, image):
+    axes.imshow(image, interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+
+
+def class_bars(axes, p, names, true):
+    """p(y|x) of one copy. The next panel shows the rotation head of a class in the same row."""
+    k = np.arange(len(p))
+    axes.barh(k, p, height=0.75, color=[TRUE if i == true else BLUE for i in k])
+    axes.set(xlim=(0, 1.25), ylim=(len(p) - 0.5, -0.5), xticks=[])
+    axes.set_yticks(k, names, fontsize=7, parse_math=False)
+    axes.tick_params(length=0, pad=3)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    best = p.argmax()
+    axes.text(p[best] + 0.03, best, f"{p[best]:.2f}", fontsize=7.5, va="center_baseline")
+
+
+def show_heads(axes, R, best, true):
+    """R_k(z|x) of one copy as a heat map: one row per class, one column per rotation; frames row `best`."""
+    axes.imshow(R, vmin=0, vmax=1, cmap="Blues", aspect="auto", interpolation="nearest")
+    axes.add_patch(Rectangle((-0.47, best - 0.47), 3.94, 0.94, fill=False, edgecolor="black", linewidth=1.3))
+    mark_rotations(axes, true)
+    axes.set_yticks([])
+
+
+def rotation_bars(axes, p, true):
+    """p(z|x) of one copy."""
+    axes.bar(range(4), p, width=0.7, color=[TRUE if z == true else BLUE for z in range(4)])
+    for z in range(4):
+        weight = "bold" if z == true else None
+        axes.text(z, p[z] + 0.03, f"{p[z]:.2f}", ha="center", fontsize=7.5, fontweight=weight)
+    axes.set(xlim=(-0.6, 3.6), ylim=(0, 1.2), yticks=[])
+    mark_rotations(axes, true)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+
+
+def mark_rotations(axes, true):
+    """Rotations on the x axis; an orange triangle marks the true one."""
+    axes.set_xticks(range(4), ["0°", "90°", "180°", "270°"], fontsize=8)
+    axes.tick_params(length=0, pad=7)
+    below = axes.get_xaxis_transform()                          # x in rotations, y as a share of the height
+    axes.plot(true, -0.035, marker="^", markersize=5, color=TRUE, clip_on=False, transform=below)
+
+
+def arrow(figure, start, end):
+    style = dict(arrowstyle="-|>", color=GREY, linewidth=1.1, shrinkA=0, shrinkB=0)
+    figure.add_artist(Annotation("", end, start, "figure fraction", "figure fraction", arrowprops=style))
+
+
+# ---------------------------------------------------------------- several runs
+
+
+def plot_labels(methods, title, with_paper, path):
+    """Error against the number of labels: ours with error bars, the paper's dashed in the same colour.
+
+    methods: dicts with `name`, `colour` (a number), `ours` [(labels, errors)], `paper` [(labels, error)]
+    """
+    counts = sorted({n for m in methods for n, _ in [*m["ours"], *m["paper"]]})
+    figure, axes = wide_figure(len(methods))
+    for k, m in enumerate(methods):
+        aside = 1 + 0.15 * ((k + 0.5) / len(methods) - 0.5)     # so that error bars do not hide each other
+        if m["ours"]:
+            means, deviations = zip(*(mean_and_deviation(errors) for _, errors in m["ours"]))
+            axes.errorbar([n * aside for n, _ in m["ours"]], means, deviations, label=m["name"], capsize=3,
+                          color=colour(m["colour"]), marker="osv^D"[k % 5])
+        if m["paper"]:
+            label, marker = (None, "") if m["ours"] else (f"{m['name']} (paper)", ".")
+            axes.plot(*zip(*m["paper"]), color=colour(m["colour"]), linestyle="--", alpha=0.7, marker=marker,
+                      label=label)
+    if with_paper:
+        axes.plot([], [], linestyle="--", color="grey", label="the paper's")
+    if len(counts) > 1:
+        axes.set_xscale("log")
+    axes.set_xticks(counts, [str(n) for n in counts])
+    axes.minorticks_off()
+    axes.set_xlabel("labelled images")
+    finish_errors(figure, axes, title, path)
+
+
+def plot_curves(methods, title, path):
+    """Test error over the steps. methods: dicts of `name`, `colour` (a number), `points` [(step, error)]."""
+    figure, axes = wide_figure(len(methods))
+    for m in methods:
+        steps, errors = zip(*m["points"]) if m["points"] else ((), ())
+        axes.plot(steps, errors, color=colour(m["colour"]), label=m["name"], linewidth=1.2,
+                  marker="o" if len(steps) < 3 else "")
+    axes.set_xlabel("step")
+    finish_errors(figure, axes, title, path)
+
+
+def wide_figure(names):
+    """A figure with room for the legend on its right; returns it and its axes."""
+    figure = Figure(figsize=(7.5, max(4.5, 0.6 + 0.19 * names)), layout="constrained")
+    return figure, figure.subplots()
+
+
+def finish_errors(figure, axes, title, path):
+    axes.set(ylabel="test error (%)", ylim=(0, None))
+    axes.set_title(title, parse_math=False)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, loc="outside right upper")
+    save_figure(figure, path)
+
+
+def plot_diversity(errors, panels, title, path):
+    """The paper's figure: error of p(y|x) on unlabelled images, and below it the matrix at some epochs.
+
+    errors: [(epoch, error)]; panels: dicts with `epoch`, `matrix` (C, K), `diagonal` (its mean)
+    """
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
+    curve = above.subplots()
+    curve.plot(*zip(*errors), color="tab:red", marker="o" if len(errors) < 3 else "")
+    curve.set(xlabel="epoch", ylabel="error of p(y|x),\nunlabelled images (%)", ylim=(0, None))
+    for panel in panels:
+        curve.axvline(panel["epoch"], color="grey", linewidth=0.8, linestyle=":")
+    curve.grid(alpha=0.3)
+    all_axes = below.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(all_axes, panels):
+        caption = f"epoch {panel['epoch']:g}\ndiagonal {panel['diagonal']:.2f}"
+        shown = show_diversity(axes, panel["matrix"], caption)
+    below.colorbar(shown, ax=list(all_axes))
+    below.supylabel("class", fontsize=9)
+    below.supxlabel("rotation head", fontsize=9)
+    save_figure(figure, path)
+
+
+def plot_diversity_pair(panels, title, path):
+    """The paper's figure: two matrices side by side; panels as in plot_diversity, each with a `name`."""
+    figure = Figure(figsize=(6, 3.4), layout="constrained")
+    both = figure.subplots(1, 2)
+    figure.suptitle(title, fontsize=10, parse_math=False)
+    for axes, panel in zip(both, panels):
+        caption = f"{panel['name']}, epoch {panel['epoch']:g}, diagonal {panel['diagonal']:.2f}"
+        show_diversity(axes, panel["matrix"], caption)
+        axes.set(xlabel="rotation head", ylabel="class")
+    figure.colorbar(both[0].images[0], ax=both, shrink=0.8)
+    save_figure(figure, path)
+
+
+def show_diversity(axes, matrix, title):
+    """Row: true class; column: the head that gives the true rotation the highest probability; both from 0."""
+    axes.set_title(title, fontsize=9)
+    axes.locator_params(integer=True)
+    return axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
+
+
+def plot_rotation_dim(rows, title, path):
+    """Accuracy against rot_dim; rows: dicts with `rot_dim` (None: no reduction), `errors` (one per seed)."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    reduced = [r for r in rows if r["rot_dim"]]
+    dims = [r["rot_dim"] for r in reduced]
+    means, deviations = zip(*(mean_and_deviation(r["errors"]) for r in reduced))
+    axes.errorbar(dims, [100 - mean for mean in means], deviations, marker="o", capsize=3, label="reduced")
+    for r in rows:
+        if r["rot_dim"] is None:
+            accuracy = 100 - statistics.mean(r["errors"])
+            axes.axhline(accuracy, color="grey", linestyle="--", label="no reduction")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(dims, [str(d) for d in dims])
+    axes.set(xlabel="dimension in front of the rotation heads", ylabel="test accuracy (%)")
+    axes.set_title(title, parse_math=False)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    save_figure(figure, path)

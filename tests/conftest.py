@@ -1,0 +1,27 @@
+"""Fixtures that several test files share."""
+from functools import partial
+
+import pytest
+
+import presets
+import train_crae
+from helpers import QUICK
+
+
+@pytest.fixture
+def hooked(monkeypatch):
+    """A list of hooks, and a `train` that calls each of them before every step with (step, model).
+
+    The run has ten steps, is evaluated after every fourth and saves a checkpoint after every step.
+    """
+    hooks = []
+    real = train_crae.crae
+
+    def objective(model, *rest, **kwargs):
+        for hook in hooks:
+            hook(kwargs["step"], model)
+        return real(model, *rest, **kwargs)
+
+    monkeypatch.setattr(train_crae, "crae", objective)
+    monkeypatch.setitem(presets.digits, "epoch", 4)
+    return hooks, partial(train_crae.train, steps=10, save_minutes=1e-9, **QUICK)

@@ -1,0 +1,96 @@
+"""Cores and memory, also on systems without Linux's interfaces, and the estimate of what a step needs."""
+import os
+import re
+from functools import partial
+
+import pytest
+import torch
+
+import augmentation
+import devices
+import folders
+import train_crae
+from models import make_model
+
+
+def test_cores_are_those_that_the_process_may_use(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 3, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert devices.cores() == 3
+
+
+@pytest.mark.parametrize("count, expected", [(6, 6), (None, 1)])
+def test_cores_without_sched_getaffinity(monkeypatch, count, expected):
+    """As on macOS; None: the number of cores is unknown."""
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    assert devices.cores() == expected
+
+
+@pytest.mark.parametrize("cores, processes, workers", [(8, 1, 8), (8, 3, 2), (2, 4, 1)])
+def test_processes_of_a_machine_divide_its_cores_among_their_workers(monkeypatch, cores, processes, workers):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(processes))
+    assert folders.default_workers() == workers
+
+
+def test_free_memory_without_proc_and_cgroups(monkeypatch):
+    """As on macOS: all physical memory counts as free."""
+    def missing(*args, **kwargs):
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", missing)
+    monkeypatch.setattr(devices.Path, "read_text", missing)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert devices.free_memory("cpu") == physical > 0
+
+
+# ---------------------------------------------------------------- the memory of a step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plus", [False, True])
+def test_a_note_before_the_first_step_if_it_does_not_fit_into_memory(tmp_path, monkeypatch, capsys, plus):
+    flags = dict(plus=plus, steps=1, batch=8, arch="wrn-10-1", device="cpu")
+    needs = []
+    for k, accumulate in enumerate([1, 2]):
+        monkeypatch.setattr(devices, "free_memory", lambda device: 1)
+        train_crae.train(**flags, accumulate=accumulate, out=str(tmp_path / f"{plus}{k}"))
+        output = capsys.readouterr().out
+        assert output.index("note: a step needs about") < output.index("step 1/1")
+        monkeypatch.setattr(devices, "free_memory", lambda device: 10 ** 12)
+        train_crae.train(**flags, accumulate=accumulate, out=str(tmp_path / f"fits{plus}{k}"))
+        assert "a step needs" not in capsys.readouterr().out
+        net, gen = make_model("wrn-10-1", 10, 10), torch.Generator()
+        config = dict(batch=8, accumulate=accumulate, optimizer="adam", precision="fp32")
+        objective = partial(train_crae.crae_plus if plus else train_crae.crae, select="marginal", eta=1.0,
+                            eta2=1.0, temperature=0.5)
+        augment = partial(augmentation.flip_and_crop, flip=False, gen=gen)
+        lines = []
+        monkeypatch.setattr("builtins.print", lambda text, **_: lines.append(text))
+        for free in 2 ** 20, 2 ** 24, 2 ** 28:
+            monkeypatch.setattr(devices, "free_memory", lambda device: free)
+            devices.warn_of_memory(net, objective, 32, config, unlabeled=8, augment=augment, gen=gen)
+        monkeypatch.undo()
+        assert len(lines) >= 2 and "--accumulate 8" in lines[0]
+        x = torch.zeros(16 // accumulate, 3, 32, 32, dtype=torch.uint8)
+        y = torch.zeros(8 // accumulate, dtype=torch.long)
+        fixed, each = devices.kept_for_backward(net, lambda n: objective(
+            net, x[:n], y[:n], x[len(y):len(y) + n], augment=lambda x: x, gen=gen))
+        kept = fixed + each * len(y)
+        needs.append(each * len(y))
+        noted = float(re.search(r"about ([\d.]+) GiB", lines[-1])[1]) * 2 ** 30
+        weights = 4 * sum(p.numel() for p in net.parameters())
+        assert noted == pytest.approx(kept + 3 * weights, rel=0.1, abs=0.06 * 2 ** 30)
+    assert needs[0] == pytest.approx(2 * needs[1], rel=0.05)
+
+
+def test_what_is_kept_for_the_gradients_is_counted():
+    layer = torch.nn.Linear(100, 10)
+    kept = devices.kept_for_backward(layer, lambda n: layer(torch.zeros(50 * n, 100)).relu())
+    assert kept == (0, 4 * 50 * (100 + 10))
+    with torch.autocast("cpu", torch.bfloat16):      # keeps one copy of the weights, whatever the batch
+        fixed, each = devices.kept_for_backward(
+            layer, lambda n: layer(torch.zeros(50 * n, 100, requires_grad=True)))
+    assert (fixed, each) == (2 * 100 * 10, 2 * 50 * 100)

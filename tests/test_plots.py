@@ -1,0 +1,114 @@
+"""What the figures show: the numbers given to them, in the right places, and readable names."""
+import numpy as np
+import pytest
+from PIL import Image
+
+import plots
+from helpers import HERE
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that are saved, in their order."""
+    kept, real = [], plots.save_figure
+
+    def save_figure(figure, path, **options):
+        kept.append(figure)
+        real(figure, path, **options)
+
+    monkeypatch.setattr(plots, "save_figure", save_figure)
+    return kept
+
+
+def example(C, seed=0):
+    """Random copies (4, 8, 8, 3), p(y|x) (4, C), R (4, C, 4) and p(z|x) (4, 4) of an image."""
+    rng = np.random.default_rng(seed)
+    p_y, R = rng.dirichlet(np.ones(C), 4), rng.dirichlet(np.ones(4), (4, C))
+    return rng.integers(0, 256, (4, 8, 8, 3), np.uint8), p_y, R, np.einsum("nc,ncz->nz", p_y, R)
+
+
+def panels(figure):
+    """The axes of plot_method: the image, and for each rotation its copy, p(y|x), R and p(z|x)."""
+    image, *others = figure.axes
+    return image, [others[4 * z:4 * z + 4] for z in range(4)]
+
+
+def test_the_confusion_matrix_has_the_true_class_in_rows(tmp_path, figures):
+    plots.plot_confusion(np.array([[8, 2], [0, 5]]), ["a", "b"], "title", tmp_path / "x.png")
+    axes = figures[0].axes[0]
+    matrix = np.asarray(axes.images[0].get_array())
+    assert matrix.tolist() == pytest.approx(np.array([[0.8, 0.2], [0.0, 1.0]]))
+    assert axes.get_ylabel() == "true class"
+    assert {(t.get_position(), t.get_text()) for t in axes.texts} == {
+        ((0, 0), "8"), ((1, 0), "2"), ((1, 1), "5")}            # (column, row)
+
+
+def test_the_curve_shows_each_column_that_has_values(tmp_path, figures):
+    rows = [dict(step="20", test_error="30.5", test_error_raw="40", val_error="", unlabeled_error="",
+                 rotation_accuracy="75"),
+            dict(step="40", test_error="20", test_error_raw="25", val_error="", unlabeled_error="22",
+                 rotation_accuracy="90")]
+    plots.plot_curve(rows, tmp_path / "curve.png", "a $\\frac$ title")
+    lines = {line.get_label(): line.get_xydata().tolist() for line in figures[0].axes[0].lines}
+    assert lines == {"rotation, unlabelled": [[20, 25], [40, 10]],              # as an error
+                     "test, raw weights": [[20, 40], [40, 25]], "unlabelled, p(y|x)": [[40, 22]],
+                     "test, averaged weights": [[20, 30.5], [40, 20]]}
+    assert np.asarray(Image.open(tmp_path / "curve.png").convert("L")).std() > 5
+
+
+def test_the_figure_of_the_method_shows_the_numbers_of_each_rotation(tmp_path, figures):
+    copies, p_y, R, p_z = example(C=3)
+    plots.plot_method(copies, p_y, R, p_z, ["cat", "dog", "$x$"], 1, tmp_path / "x.png")
+    image, rotations = panels(figures[0])
+    np.testing.assert_array_equal(image.images[0].get_array(), copies[0])
+    assert image.get_xlabel() == "class: dog"
+    for z, (copy, bars, heads, result) in enumerate(rotations):
+        np.testing.assert_array_equal(copy.images[0].get_array(), copies[z])
+        assert copy.get_title() == f"z = {90 * z}°"
+        np.testing.assert_allclose([bar.get_width() for bar in bars.patches], p_y[z])
+        assert [t.get_text() for t in bars.get_yticklabels()] == ["cat", "dog", "$x$"]
+        np.testing.assert_allclose(heads.images[0].get_array(), R[z])           # a row per class
+        np.testing.assert_allclose([bar.get_height() for bar in result.patches], p_z[z])
+        assert [t.get_text() for t in result.texts] == [f"{p:.2f}" for p in p_z[z]]
+        frame, = heads.patches
+        assert round(frame.get_y() + frame.get_height() / 2) == p_y[z].argmax()
+    assert Image.open(tmp_path / "x.png").size == (1800, 1320)
+
+
+def test_the_figure_of_the_method_marks_the_true_class_and_rotation(tmp_path, figures):
+    plots.plot_method(*example(C=3), ["cat", "dog", "bird"], 1, tmp_path / "x.png")
+    marked = plots.Rectangle((0, 0), 1, 1, facecolor=plots.TRUE).get_facecolor()
+    for z, (_, bars, heads, result) in enumerate(panels(figures[0])[1]):
+        assert [bar.get_facecolor() == marked for bar in bars.patches] == [False, True, False]
+        assert [bar.get_facecolor() == marked for bar in result.patches] == [k == z for k in range(4)]
+        for axes in heads, result:
+            triangle, = axes.lines
+            assert triangle.get_xdata() == [z]
+
+
+def test_the_figure_of_the_method_shows_ten_of_many_classes(tmp_path, figures):
+    copies, p_y, R, p_z = example(C=30)
+    names = [f"a very long name of class {k}" for k in range(30)]
+    true = int(p_y.max(0).argmin())                             # the least probable class is shown, too
+    plots.plot_method(copies, p_y, R, p_z, names, true, tmp_path / "x.png")
+    most = set(p_y.max(0).argsort()[-9:].tolist())
+    shown = sorted(most | {true})
+    assert len(shown) == 10 and plots.classes_to_show(p_y, true).tolist() == shown
+    for z, (_, bars, heads, result) in enumerate(panels(figures[0])[1]):
+        np.testing.assert_allclose([bar.get_width() for bar in bars.patches], p_y[z, shown])
+        np.testing.assert_allclose(heads.images[0].get_array(), R[z, shown])
+        np.testing.assert_allclose([bar.get_height() for bar in result.patches], p_z[z])
+        assert {len(t.get_text()) for t in bars.get_yticklabels()} == {11}
+    assert any("(10 of 30)" in t.get_text() for t in figures[0].texts)
+
+
+def test_long_names_are_shortened_and_colours_run_out_in_black():
+    assert plots.shorten("fifteen letters") == "fifteen letters"
+    assert plots.shorten("sixteen  letters") == "sixteen  lette…"
+    assert plots.colour(0) != plots.colour(1) and plots.colour(None) == plots.colour(40) == "black"
+
+
+def test_only_plots_imports_matplotlib_and_it_opens_no_window():
+    texts = {path.name: path.read_text() for path in HERE.glob("*.py")}
+    using = [name for name, text in texts.items() if "import matplotlib" in text or "from matplotlib" in text]
+    assert using == ["plots.py"] and "import pyplot" not in texts["plots.py"]
