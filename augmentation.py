@@ -63,6 +63,19 @@ def rotated_batch(x_l, y_l, x_u, augment):
     return scale(torch.cat([x_l, x_u])), y_l.repeat(4), torch.cat([z_l, z_u])
 
 
+def rotate1(x, z):
+    """Each image rotated by its own z (N,) times 90 degrees."""
+    four, _ = rotate4(x)                                # (4N, 3, S, S)
+    return four[z * len(x) + torch.arange(len(x), device=x.device)]
+
+
+def once_rotated_batch(x_l, y_l, x_u, augment, gen):
+    """As rotated_batch, with one random rotation per image, as in RotNet: x (2B, ...), y (B,), z (2B,)."""
+    x, N = torch.cat([augment(x_l), augment(x_u)]), len(x_l) + len(x_u)
+    z = distributed.randint(0, 4, N, gen=gen, device=x.device, sizes=[len(x_l), len(x_u)])
+    return scale(rotate1(x, z)), y_l, z
+
+
 # ---------------------------------------------------------------- mixing
 
 
@@ -85,9 +98,9 @@ def mix(x, sizes, gen):
     return blend(alpha, x, scale(distributed.gather_rows(pixels, partner, sizes)))
 
 
-def mixup_share(n, beta, gen, sizes=None):
+def mixup_share(n, beta, gen, device, sizes=None):
     """MixMatch: draw lambda ~ Beta(beta, beta) per image; return the larger of lambda and 1 - lambda. (n,)"""
-    share = distributed.beta(beta, n, gen=gen, device=gen.device, sizes=sizes)
+    share = distributed.beta(beta, n, gen=gen, device=device, sizes=sizes)
     return torch.maximum(share, 1 - share)
 
 

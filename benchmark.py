@@ -93,8 +93,9 @@ def training_parts(arch, classes, image_size, batch, device):
         sum(terms.values()).backward()
         optimizer.step()
 
-    crae = partial(train_crae.crae, select="marginal", eta=1.0)
-    crae_plus = partial(train_crae.crae_plus, select="marginal", eta=1.0, eta2=1.0, temperature=0.5)
+    common = dict(select="marginal", eta=1.0, aux="upright")
+    crae = partial(train_crae.crae, **common)
+    crae_plus = partial(train_crae.crae_plus, **common, eta2=1.0, temperature=0.5)
     rotated = augmentation.scale(augmentation.rotate4(images)[0])               # (8 batch, 3, S, S)
     return {
         BATCHED: lambda: augmentation.scale(augmentation.rotate4(augment(images))[0]),

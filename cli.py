@@ -1,8 +1,8 @@
 """A strict command line on top of Fire. Without torch or numpy, so a mistyped flag is reported at once.
 
 A script declares its flags as a table, name: (type, default, help). The type is bool, int, float, str,
-`count`, a tuple of choices, or a list such as [int] for values separated by commas. The same table checks
-calls from Python:
+`count`, a tuple of choices, a dict of choices and the values that they stand for, or a list such as [int] for
+values separated by commas. The same table checks calls from Python:
 
     FLAGS = {"run": (str, WORD, "folder of a run"), "steps": (int, None, "training steps")}
 
@@ -116,7 +116,7 @@ def from_text(text, kind):
     """A value of the flag's type, or the text itself if it is not one."""
     if isinstance(kind, list):
         return [from_text(part, kind[0]) for part in text.split(",")]
-    if kind is bool:
+    if is_switch(kind):
         return dict(true=True, false=False).get(text.lower(), text)
     if kind in (int, count) and re.fullmatch(r"-?\d{1,18}", text, re.ASCII):
         return int(text)
@@ -128,8 +128,15 @@ def from_text(text, kind):
     return text
 
 
+def is_switch(kind):
+    """Whether --name and --noname are possible: bool, and choices for which True and False are short."""
+    return kind is bool or isinstance(kind, dict)
+
+
 def accepts(value, kind):
     """Whether a Python value has the flag's type."""
+    if isinstance(kind, dict):
+        return isinstance(value, (bool, str)) and value in kind
     if isinstance(kind, list):
         return isinstance(value, (list, tuple)) and bool(value) and all(accepts(v, kind[0]) for v in value)
     if isinstance(kind, tuple):
@@ -144,8 +151,8 @@ def expected(kind):
     """What a flag of this type must be, in words."""
     if isinstance(kind, list):
         return f"{expected(kind[0])}, or several separated by commas"
-    if isinstance(kind, tuple):
-        return "one of " + ", ".join(kind)
+    if isinstance(kind, (tuple, dict)):
+        return "one of " + ", ".join(choice for choice in kind if isinstance(choice, str))
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text",
             count: "a whole number or a share such as 10%"}[kind]
 
@@ -154,6 +161,8 @@ def plain(value, kind):
     """The value as a plain Python type, so that it can be written to config.json."""
     if isinstance(kind, list):
         return [plain(v, kind[0]) for v in value]
+    if isinstance(kind, dict):
+        return kind[value]
     if isinstance(value, (bool, str)):
         return value
     return {int: int, count: int, float: float, str: str}[kind](value)
@@ -261,14 +270,14 @@ def read_argv(argv, flags):
     typed = {*argv, *(word.partition("=")[2] for word in argv)}
     for name, text in texts.items():
         switch = name[2:] if name not in flags and name.startswith("no") else None
-        if switch in flags and flags[switch][0] is bool:        # --noflip means --flip=False
+        if switch in flags and is_switch(flags[switch][0]):     # --noflip means --flip=False
             if text != "True":
                 raise Refused(f"--{name}: takes no value; write --{switch}=True or --{name}")
             given[switch] = False
             continue
         kind = flags[name][0] if name in flags and flags[name][1] not in (WORD, WORDS) else None
         # "True" that was not typed is Fire's stand-in for a missing value.
-        if kind not in (None, bool) and text == "True" and text not in typed:
+        if kind and not is_switch(kind) and text == "True" and text not in typed:
             raise Refused(f"--{name}: needs a value")
         given[name if kind or name not in flags else f"{name} "] = from_text(text, kind)
     return given

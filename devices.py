@@ -1,11 +1,14 @@
-"""The device: selection, precision and memory."""
+"""The device: selection, precision, memory and speed."""
 import copy
 import os
 import re
+import time
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import cli
 import distributed
@@ -133,3 +136,55 @@ def kept_for_backward(model, forward):
 
     two, four = kept(2), kept(4)                                # with autocast's copies of the weights
     return two - (four - two), (four - two) / 2
+
+
+# ---------------------------------------------------------------- speed
+
+
+def step_flops(build, config, num_classes, image_size):
+    """FLOPs of one training step: convolutions and matrix products, forward and backward, of the whole batch.
+
+    build(config, num_classes) returns the network, the objective and the arguments of training.fit, as in the
+    training scripts. Nothing is computed: the tensors are fake. (The meta device has no autocast, which some
+    objectives use.) Augmentation has no FLOPs of this kind worth counting, so there is none.
+    """
+    with FakeTensorMode():
+        net, objective, loop = build(config, num_classes)
+        n, mu = config["batch"], loop.get("mu", 1)
+        x = torch.zeros(n + n * mu, 3, image_size, image_size, dtype=torch.uint8)
+        y = torch.zeros(n, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            terms = objective(net, x[:n], y, x[n:], augment=lambda x: x, gen=None, step=0, ema=net)
+            sum(terms.values()).backward()
+    return counter.get_total_flops()
+
+
+# We chose images per measurement that keep a device busy: 64 and 4096 of 32 x 32 pixels.
+RATE_PIXELS = dict(cpu=2 ** 16, cuda=2 ** 22)
+
+
+def flop_rate(net, config, image_size, seconds=3):
+    """FLOP/s of a network, forward and backward, on the device and at the precision of a run.
+
+    Measured for `seconds` on at most as many images as a step of CRAE has (four rotations of each image).
+    """
+    device = torch.device(config["device"])
+    net = net.to(device, memory_format=torch.channels_last).train()
+    copies = min(8 * config["batch"] // config["accumulate"], RATE_PIXELS[device.type] // image_size ** 2)
+    x = torch.zeros(max(4, copies), 3, image_size, image_size, device=device)
+    x = x.contiguous(memory_format=torch.channels_last)
+
+    def forward_and_backward():
+        with autocast(device, config["precision"])():
+            heads = net(x)
+        sum(logits.float().sum() for logits in heads if logits is not None).backward()
+        synchronize(device)
+
+    with FlopCounterMode(display=False) as counter:             # warms up, too
+        forward_and_backward()
+    times = []
+    while sum(times) < seconds:
+        before = time.perf_counter()
+        forward_and_backward()
+        times.append(time.perf_counter() - before)
+    return counter.get_total_flops() / min(times)               # other programs disturb the fastest least

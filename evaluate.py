@@ -369,7 +369,8 @@ def load_with_heads(saved, run):
         raise cli.Refused(f"RUN {run}: its method {saved['method']} has no class-conditional rotation heads; "
                           "give a run of CRAE or CRAE+")
     try:
-        net = models.make_model(config["arch"], C, heads, config["rot_dim"], config["aux"])
+        aux = config["aux"] not in (False, "none")              # False in runs before --aux had choices
+        net = models.make_model(config["arch"], C, heads, config["rot_dim"], aux)
         net.load_state_dict(run_folder.read_tensors(run / "last.pt")["ema"])
     except Exception as error:                  # torch raises many types for damaged files
         raise cli.Refused(f"RUN {run}: last.pt, which contains the rotation heads, cannot be read "

@@ -1,4 +1,8 @@
-"""The measurements at each evaluation: errors, rotation accuracy and the diversity matrix."""
+"""The measurements at each evaluation: errors, rotation accuracy and the diversity matrix.
+
+Counts stay on the device. They are read back once per set of images, because after each batch a GPU would
+have to wait for the CPU.
+"""
 import torch
 
 import augmentation
@@ -28,7 +32,8 @@ def measure(net, ema, images, labels, index, num_classes, p_z):
     matrix = scores.pop("diversity")
     scores["val_error"], _ = error_rates(ema, images, labels, index["validation"])
     scores["test_error"], top5 = error_rates(ema, images, labels, index["test"])
-    averaged = not all(map(torch.equal, net.state_dict().values(), ema.state_dict().values()))
+    pairs = zip(net.state_dict().values(), ema.state_dict().values())
+    averaged = torch.stack([(live != mean).any() for live, mean in pairs]).any().item()
     scores["test_error_raw"] = (error_rates(net, images, labels, index["test"])[0] if averaged
                                 else scores["test_error"])
     scores["test_top5_error"] = top5 if num_classes > 10 else None
@@ -47,10 +52,10 @@ def error_rates(net, images, labels, index):
     wrong = torch.zeros(2, dtype=torch.int64, device=labels.device)
     local = index[distributed.rank()::distributed.world()]
     for x, i in data.test_batches(images, local, eval_batch(images), labels.device):
-        logits = classify(net, augmentation.scale(x))
+        logits, y = classify(net, augmentation.scale(x)), labels[i.to(labels.device, non_blocking=True)]
         first = logits.argmax(1, keepdim=True)                  # (n, 1)
         five = logits.topk(min(5, logits.shape[1])).indices     # (n, 5)
-        wrong += torch.stack([(top != labels[i][:, None]).all(1).sum() for top in (first, five)])
+        wrong += torch.stack([(top != y[:, None]).all(1).sum() for top in (first, five)])
     return tuple(100 * n / len(index) for n in distributed.total(wrong).tolist())
 
 
@@ -61,23 +66,26 @@ def measure_unlabeled(net, images, labels, index, num_classes, p_z):
     higher probability than all other heads do. (C, K), rows sum to one.
     """
     K, device = net.rotation.out_features // 4 if net.rotation else 0, labels.device
-    wrong, right, counts = (torch.zeros(shape, dtype=torch.int64, device=device)
-                            for shape in ((), (), (num_classes, K)))
-    known = bool((labels.to(index.device)[index] >= 0).all())
+    found = torch.zeros(3 + num_classes * K, dtype=torch.int64, device=device)
+    unknown, wrong, right, cells = found.split([1, 1, 1, num_classes * K])      # views of `found`
+    unknown += (labels[index.to(device)] < 0).sum()
     local = index[distributed.rank()::distributed.world()]
     for x, i in data.test_batches(images, local, eval_batch(images) // 4, device):
         x, z = augmentation.rotate4(x) if K else (x, None)      # (4n, 3, H, W), (4n,)
         class_logits, _, rot_logits = net(augmentation.scale(x))
-        wrong += (class_logits[:len(i)].argmax(1) != labels[i]).sum()           # the first n are upright
+        y = labels[i.to(device, non_blocking=True)]             # (n,)
+        wrong += (class_logits[:len(i)].argmax(1) != y).sum()   # the first n are upright
         if K:
             right += (p_z(class_logits, rot_logits).argmax(1) == z).sum()
-        if known and K > 1:
-            cell = labels[i].repeat(4) * K + best_head(rot_logits, z)           # (4n,)
-            counts += torch.bincount(cell, minlength=num_classes * K).view(num_classes, K)
-    wrong, right, counts = map(distributed.total, (wrong, right, counts))
-    return dict(rotation_accuracy=100 * right.item() / (4 * len(index)) if K else None,
-                unlabeled_error=100 * wrong.item() / len(index) if known else None,
-                diversity=counts / counts.sum(1, keepdim=True) if known and K > 1 else None)
+        if K > 1:                                               # the matrix is not used if a class is unknown
+            cell = y.clamp_min(0).repeat(4) * K + best_head(rot_logits, z)      # (4n,)
+            cells.index_add_(0, cell, torch.ones_like(cell))    # bincount would make a GPU wait
+    found = distributed.total(found).cpu()
+    unknown, wrong, right = found[:3].tolist()
+    counts = found[3:].view(num_classes, K)
+    return dict(rotation_accuracy=100 * right / (4 * len(index)) if K else None,
+                unlabeled_error=100 * wrong / len(index) if not unknown else None,
+                diversity=counts / counts.sum(1, keepdim=True) if not unknown and K > 1 else None)
 
 
 def best_head(rot_logits, z):

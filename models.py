@@ -9,6 +9,7 @@ The input is scaled to [-1, 1] and has three channels and any square size.
 import re
 from contextlib import contextmanager
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -181,7 +182,7 @@ def classifier_state(net):
 @contextmanager
 def frozen_bn(model):
     """Inside, BN normalises by the statistics of the batch but does not update the running statistics."""
-    layers = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    layers = bn_layers(model)
     for m in layers:
         m.track_running_stats = False                           # in training mode, BN ignores its buffers
     try:
@@ -189,3 +190,25 @@ def frozen_bn(model):
     finally:
         for m in layers:
             m.track_running_stats = True
+
+
+@torch.no_grad()
+def average_bn_over(batches, model):
+    """Replace the running statistics by their means over some batches.
+
+    The same numbers as torch's update_bn, which would make a GPU wait for the CPU at each layer.
+    """
+    layers = bn_layers(model)
+    before = [m.momentum for m in layers]
+    for m in layers:
+        m.reset_running_stats()
+    for n, x in enumerate(batches, start=1):
+        for m in layers:
+            m.momentum = 1 / n                                  # the weight of batch n in a mean of n
+        model(x)
+    for m, momentum in zip(layers, before):
+        m.momentum = momentum
+
+
+def bn_layers(model):
+    return [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -1,4 +1,4 @@
-"""The paper's table "Experimental details" as plain dicts, one per dataset, and the paper's results.
+"""The paper's table "Experimental details" as plain dicts, the baselines' constants, the paper's results.
 
 A flag on the command line overrides a preset. The keys are:
 
@@ -56,6 +56,9 @@ IMAGENET_TRAIN = 1_281_167
 
 NAMED = dict(digits=digits, cifar10=cifar10, cifar100=cifar100, svhn=svhn, svhn_extra=svhn_extra,
              fashion_mnist=fashion_mnist, imagenet=imagenet_10)
+# What is known without the data: classes, and pixels per side.
+NUM_CLASSES = dict.fromkeys(NAMED, 10) | dict(cifar100=100, imagenet=1000)
+IMAGE_SIZE = dict.fromkeys(NAMED, 32) | dict(digits=8, fashion_mnist=28, imagenet=224)
 
 
 def for_dataset(dataset, labels=None, batch=None):
@@ -80,6 +83,53 @@ def imagenet_labeled(labels):
     if isinstance(labels, int):
         return labels
     return IMAGENET_LABELED.get(labels) or round(float(labels.rstrip("%")) / 100 * IMAGENET_TRAIN)
+
+
+# ---------------------------------------------------------------- the constants of the baselines
+# `weight` is the weight of the unlabelled term. All else (lr, batch, ema, ...) is in the dataset's preset.
+
+# From the runs of the MixMatch code base on CIFAR-10, unless another source is named. Also used for CIFAR-100
+# and, because no source has constants for them, for all other datasets.
+BASELINES = dict(
+    labeled_only={},
+    fine_tune={},
+    s4l=dict(weight=1.0),                                       # S4L: w = 1
+    pi_model=dict(weight=20.0, weight_decay=0.02),
+    pseudo_label=dict(weight=1.0, threshold=0.95),
+    mixup=dict(weight=1.0, beta=0.75),
+    vat=dict(weight=0.3, epsilon=6.0, entropy_weight=0.06, weight_decay=0.02),
+    mean_teacher=dict(weight=50.0, weight_decay=0.2),
+    mixmatch=dict(weight=75.0, beta=0.75, temperature=0.5),
+    ict=dict(weight=1000.0, beta=0.75),
+    swa=dict(weight=20.0, weight_decay=0.02, ema=None),         # we use the Pi-Model's; average is not an EMA
+    fixmatch=dict(weight=1.0, threshold=0.95, lr=0.03, weight_decay=5e-4),      # FixMatch
+)
+BASELINES_CIFAR100 = BASELINES | dict(
+    mixmatch=dict(BASELINES["mixmatch"], weight=150.0),         # MixMatch
+    fixmatch=dict(BASELINES["fixmatch"], weight_decay=1e-3),    # FixMatch
+)
+BASELINES_SVHN = BASELINES | dict(                              # the MixMatch code base on SVHN
+    pi_model=dict(weight=5.0, weight_decay=0.2),
+    pseudo_label=dict(weight=2.0, threshold=0.95),
+    mixup=dict(weight=1.0, beta=0.25),
+    mean_teacher=dict(weight=150.0, weight_decay=0.02),
+    mixmatch=dict(BASELINES["mixmatch"], weight=250.0),
+    ict=dict(weight=20.0, beta=0.5),
+    swa=dict(weight=5.0, weight_decay=0.2, ema=None),           # we use the Pi-Model's
+)
+BASELINES_SVHN_EXTRA = BASELINES_SVHN | dict(                   # the MixMatch code base, runs/table7.sh
+    pseudo_label=dict(BASELINES_SVHN["pseudo_label"], weight_decay=0.02),
+    mixup=dict(BASELINES_SVHN["mixup"], weight_decay=0.02),
+    mean_teacher=dict(weight=180.0, weight_decay=0.02),
+    mixmatch=dict(BASELINES_SVHN["mixmatch"], beta=0.25, weight_decay=0.02),
+    ict=dict(BASELINES_SVHN["ict"], weight_decay=0.02),
+)
+
+
+def of_baseline(method, dataset):
+    """The constants of a baseline; what they do not contain comes from the preset of the dataset."""
+    own = dict(cifar100=BASELINES_CIFAR100, svhn=BASELINES_SVHN, svhn_extra=BASELINES_SVHN_EXTRA)
+    return own.get(dataset, BASELINES)[method]
 
 
 # ---------------------------------------------------------------- the paper's results

@@ -26,6 +26,10 @@ FLAGS = {
 } | cli.DATASET_FLAGS | {
     "weight": (float, None, "weight of the unlabelled term; for s4l, of the rotation loss "
                             "(default: the method's constant)"),
+    "class_copies": (("all", "upright"), "all",
+                     "s4l: labelled copies with a class loss: all four, as in S4L's code, or upright ones"),
+    "rotations": (("four", "one"), "four",
+                  "s4l: rotations per image and step: all four, as in S4L's code, or one, as in RotNet"),
     "pretrained": (str, None, "fine_tune: reuse the first stage of this run (folder, or pretrain/model.pt)"),
     "cycles": (bool, True, "swa: cyclic learning rate"),
 } | cli.NETWORK_FLAGS | {
@@ -45,51 +49,22 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
+from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 import distributed
 import losses
 import models
+import presets
 import run_folder
+import settings
 import training
-from augmentation import blend, mixup_share, rotated_batch, scale, strong_augment
+from augmentation import blend, mixup_share, once_rotated_batch, rotated_batch, scale, strong_augment
 from models import frozen_bn
 
 # BN: a forward pass updates the running statistics unless it is inside frozen_bn, which normalises by the
 # statistics of the batch and updates nothing. As in the MixMatch code base, only the labelled pass updates
 # them, except in MixMatch (the first interleaved batch) and in S4L, rotation and FixMatch (one joint pass).
 
-# ---------------------------------------------------------------- constants
-# `weight` is the weight of the unlabelled term. All else (lr, batch, ema, ...) is in the dataset's preset.
-# From the runs of the MixMatch code base on CIFAR-10, unless another source is named. Also used for CIFAR-100
-# and, because no source has constants for them, for all other datasets.
-CIFAR10 = dict(
-    labeled_only={},
-    fine_tune={},
-    s4l=dict(weight=1.0),                                       # S4L: w = 1
-    pi_model=dict(weight=20.0, weight_decay=0.02),
-    pseudo_label=dict(weight=1.0, threshold=0.95),
-    mixup=dict(weight=1.0, beta=0.75),
-    vat=dict(weight=0.3, epsilon=6.0, entropy_weight=0.06, weight_decay=0.02),
-    mean_teacher=dict(weight=50.0, weight_decay=0.2),
-    mixmatch=dict(weight=75.0, beta=0.75, temperature=0.5),
-    ict=dict(weight=1000.0, beta=0.75),
-    swa=dict(weight=20.0, weight_decay=0.02, ema=None),         # we use the Pi-Model's; average is not an EMA
-    fixmatch=dict(weight=1.0, threshold=0.95, lr=0.03, weight_decay=5e-4),      # FixMatch
-)
-CIFAR100 = CIFAR10 | dict(
-    mixmatch=dict(CIFAR10["mixmatch"], weight=150.0),           # MixMatch
-    fixmatch=dict(CIFAR10["fixmatch"], weight_decay=1e-3),      # FixMatch
-)
-SVHN = CIFAR10 | dict(                                          # MixMatch code base, SVHN; also SVHN+Extra
-    pi_model=dict(weight=5.0, weight_decay=0.2),
-    pseudo_label=dict(weight=2.0, threshold=0.95),
-    mixup=dict(weight=1.0, beta=0.25),
-    mean_teacher=dict(weight=150.0, weight_decay=0.02),
-    mixmatch=dict(CIFAR10["mixmatch"], weight=250.0),
-    ict=dict(weight=20.0, beta=0.5),
-    swa=dict(weight=5.0, weight_decay=0.2, ema=None),           # we use the Pi-Model's
-)
 MU = 7                                                          # FixMatch: unlabelled images per labelled one
 SWA_START, SWA_CYCLE, SWA_EVERY, SWA_RAMPDOWN = 150 / 480, 30 / 480, 3 / 480, 210 / 480   # fast-SWA: epochs
 
@@ -114,27 +89,32 @@ def ramp_steps(method, steps):
 
 
 def logits_of(model, x):
-    """Class logits in float32 of images scaled to [-1, 1]. (N, C)"""
-    return model(x)[0].float()
+    """Class logits in float32 or better of images scaled to [-1, 1]. (N, C)"""
+    return losses.wide(model(x)[0])
 
 
 def labeled_only(model, x_l, y_l, x_u, *, augment, **_):
     """Cross-entropy on the upright labelled images."""
-    return {"class": F.cross_entropy(logits_of(model, scale(augment(x_l))), y_l)}
+    return {"class": losses.class_loss(logits_of(model, scale(augment(x_l))), y_l)}
 
 
 def rotation(model, x_l, y_l, x_u, *, augment, **_):
     """RotNet (Gidaris et al. 2018), the first stage of fine_tune: predict the rotation; ignores y_l."""
     x, _, z = rotated_batch(x_l, y_l, x_u, augment)
-    return {"rotation": F.cross_entropy(model(x)[2][:, 0].float(), z)}
+    return {"rotation": losses.class_loss(model(x)[2][:, 0], z)}
 
 
-def s4l(model, x_l, y_l, x_u, *, augment, weight, **_):
-    """S4L (Zhai et al. 2019): class loss on all labelled copies, rotation loss of a head for all classes."""
-    x, y_l, z = rotated_batch(x_l, y_l, x_u, augment)           # (N, 3, H, W), (4B,), (N,)
+def s4l(model, x_l, y_l, x_u, *, augment, gen, weight, class_copies="all", rotations="four", **_):
+    """S4L (Zhai et al. 2019): class loss on labelled copies, rotation loss of one head for all classes.
+
+    The rotation loss is the mean over all copies, which is the mean of the two means in S4L's code.
+    """
+    copies = rotated_batch if rotations == "four" else partial(once_rotated_batch, gen=gen)
+    x, y, z = copies(x_l, y_l, x_u, augment)                    # (N, 3, H, W), (4B,), (N,)
     class_logits, _, rot_logits = model(x)                      # (N, C), _, (N, 1, 4)
-    return {"class": F.cross_entropy(class_logits[:len(y_l)].float(), y_l),
-            "rotation": weight * F.cross_entropy(rot_logits[:, 0].float(), z)}
+    n = len(y) if class_copies == "all" else len(x_l)           # the first copies are the upright ones
+    return {"class": losses.class_loss(class_logits[:n], y[:n]),
+            "rotation": weight * losses.class_loss(rot_logits[:, 0], z)}
 
 
 # ---------------------------------------------------------------- consistency
@@ -166,7 +146,7 @@ def ict(model, x_l, y_l, x_u, *, augment, gen, step, ema, weight, ramp, beta, **
     """ICT (Verma et al. 2019): the output on a mixed image agrees with the teacher's mixed outputs."""
     terms = labeled_only(model, x_l, y_l, x_u, augment=augment)
     x = scale(augment(x_u))
-    share = mixup_share(len(x), beta, gen)                      # (B,)
+    share = mixup_share(len(x), beta, gen, x.device)            # (B,)
     with torch.no_grad(), frozen_bn(ema):
         q = logits_of(ema, x).softmax(-1)                         # (B, C)
     with frozen_bn(model):
@@ -245,7 +225,7 @@ def mixup(model, x_l, y_l, x_u, *, augment, gen, weight, beta, **_):
     with torch.no_grad(), frozen_bn(model):
         q = logits_of(model, x_u).softmax(-1)                     # (B, C)
     y = F.one_hot(y_l, q.shape[1]).float()
-    share_l, share_u = mixup_share(len(x_l), beta, gen), mixup_share(len(x_u), beta, gen)
+    share_l, share_u = (mixup_share(len(x), beta, gen, x.device) for x in (x_l, x_u))
     logits_l = logits_of(model, blend(share_l, x_l, reversed_batch(x_l)))
     with frozen_bn(model):
         logits_u = logits_of(model, blend(share_u, x_u, reversed_batch(x_u)))
@@ -257,7 +237,7 @@ def mixmatch(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, beta, te
     """MixMatch (Berthelot et al. 2019): sharpened guesses, then mixup of labelled and unlabelled images."""
     x_l, views = scale(augment(x_l)), [scale(augment(x_u)) for _ in range(2)]
     q, sizes = guess_labels(model, views, temperature), [len(x_l), *map(len, views)]
-    share = mixup_share(sum(sizes), beta, gen, sizes)           # (3B,)
+    share = mixup_share(sum(sizes), beta, gen, x_l.device, sizes)       # (3B,)
     x, p = mixed_batch(x_l, y_l, views, q, share, sizes, gen)
     first, *others = interleave(x.split(len(x_l)))              # batches of B labelled and unlabelled images
     logits = [logits_of(model, first)]
@@ -330,7 +310,7 @@ def fast_swa(averages, weights, step, steps):
 
 def recompute_bn(ema, net, batches):
     """fast-SWA: recompute the statistics for the averaged weights, on augmented unlabelled images."""
-    update_bn(batches, ema)
+    models.average_bn_over(batches, ema)
 
 
 # ---------------------------------------------------------------- the experiment
@@ -345,10 +325,8 @@ SEVERAL_VIEWS = "pi_model", "mean_teacher", "mixmatch", "swa", "fixmatch"       
 def train(**flags):
     """Train a baseline and return the final row of the log."""
     config = configure(**flags)
-    method, steps = config["method"], config["steps"]
-    constants = constants_of(method, config["dataset"])
     # All other methods ramp or decay.
-    row = run_folder.check_folder(config, longer=method in ("labeled_only", "s4l", "mixup"))
+    row = run_folder.check_folder(config, longer=config["base"] in ("labeled_only", "s4l", "mixup"))
     if row:
         return row
     in_stage_two = os.path.exists(Path(config["out"], "last.pt"))
@@ -356,19 +334,28 @@ def train(**flags):
     if config["pretrained"] and not in_stage_two:
         backbone = find_pretrained(config["pretrained"], f"--pretrained {config['pretrained']}", config)
     loaded = run_folder.load_data(config)
-    torch.manual_seed(config["seed"])                           # the initial weights
-    net = models.make_model(config["arch"], len(loaded[-1]), int(method == "s4l"), aux=False,
-                            bn_momentum=config["bn_momentum"])
-    if method == "fine_tune" and not in_stage_two:
+    net, objective, loop = build(config, len(loaded[-1]))
+    if config["base"] == "fine_tune" and not in_stage_two:
         net.backbone.load_state_dict(backbone or stage_one(net, loaded, config))
+    return training.fit(net, objective, loaded, config, **loop)
+
+
+def build(config, num_classes):
+    """The network, the objective and what differs from CRAE's loop."""
+    method, steps = config["base"], config["steps"]
+    torch.manual_seed(config["seed"])                           # the initial weights
+    net = models.make_model(config["arch"], num_classes, int(method == "s4l"), aux=False,
+                            bn_momentum=config["bn_momentum"])
+    constants = presets.of_baseline(method, config["dataset"])
     own = {name: config[name] for name in constants if name not in ("lr", "weight_decay", "ema")}
+    own |= {name: config[name] for name in ("class_copies", "rotations") if method == "s4l"}
     objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps), **own)
     schedule = cyclic if config["cycles"] else training.constant
-    loop = dict(                                                # what differs from CRAE's loop
+    loop = dict(
         labeled_only=dict(mu=0), fine_tune=dict(mu=0),
         fixmatch=dict(mu=MU, optimizer=partial(training.make_sgd, nesterov=True), schedule=cosine_7_16),
         swa=dict(average=partial(fast_swa, steps=steps), refresh_bn=recompute_bn, schedule=schedule))
-    return training.fit(net, objective, loaded, config, **loop.get(method, {}))
+    return net, objective, loop.get(method, {})
 
 
 @cli.strict(FLAGS)
@@ -379,7 +366,7 @@ def configure(**flags):
         given = f"--method {method}: must" if method else "--method: needs a value; it must"
         raise cli.Refused(f"{given} be one of {', '.join(OBJECTIVES)}; CRAE and entropy minimisation "
                           "(--entmin) are in train_crae.py")
-    constants = constants_of(method, flags["dataset"])
+    constants = presets.of_baseline(method, flags["dataset"])
     if weight is not None and "weight" not in constants:
         raise cli.Refused(f"--weight {weight}: {method} has no unlabelled term")
     if weight is not None and not 0 <= weight < math.inf:
@@ -388,9 +375,15 @@ def configure(**flags):
         raise cli.Refused(f"--pretrained {pretrained}: only --method fine_tune has a first stage")
     if not flags["cycles"] and method != "swa":
         raise cli.Refused("--nocycles: only --method swa has cycles")
+    for name in "class_copies", "rotations":
+        if flags[name] != FLAGS[name][1] and method != "s4l":
+            raise cli.Refused(f"--{name} {flags[name]}: only --method s4l has this choice")
+    if (flags["class_copies"], flags["rotations"]) == ("upright", "one"):
+        raise cli.Refused("--class_copies upright: --rotations one has no upright copies; omit one of them")
     flags["pretrained"] = pretrained and str(Path(pretrained))  # one spelling
-    config = run_folder.resolve(flags, FLAGS, __file__, method, ("method",), constants)
-    config["rot_dim"] = None                                    # a single head needs no reduction
+    named = ("method", "class_copies", "rotations", *(["weight"] if method == "s4l" else []))
+    config = settings.resolve(flags, FLAGS, __file__, variant_name(flags), named, constants)
+    config |= dict(base=method, rot_dim=None)                   # a single head needs no reduction
     if config["crop"] == "resized" and method in SEVERAL_VIEWS:
         possible = ", ".join(m for m in OBJECTIVES if m not in SEVERAL_VIEWS)
         raise cli.Refused(f"--method {method}: needs several views of an image, but --crop resized makes one "
@@ -398,8 +391,12 @@ def configure(**flags):
     return config
 
 
-def constants_of(method, dataset):
-    return dict(cifar100=CIFAR100, svhn=SVHN, svhn_extra=SVHN).get(dataset, CIFAR10)[method]
+def variant_name(flags):
+    """The method; variants of S4L have their own names, so that tables can show them side by side."""
+    name, weight = flags["method"], flags["weight"]
+    name += "_upright" if flags["class_copies"] == "upright" else ""
+    name += "_one_rotation" if flags["rotations"] == "one" else ""
+    return name + (f"_weight{weight:g}" if flags["method"] == "s4l" and weight not in (None, 1) else "")
 
 
 def stage_one(net, loaded, config):
@@ -407,17 +404,21 @@ def stage_one(net, loaded, config):
     images, labels, split, classes = loaded
     with run_folder.hold(config["out"]):                        # mark the run as started
         run_folder.write_config(config, split, training.resolved_values(net, images, split, classes))
-    stage = config | dict(method="rotation", out=str(Path(config["out"], "pretrain")), resume=True,
-                          paper=None)
+    stage = config | dict(method="rotation", out=f"{config['out']}/pretrain", resume=True, paper=None)
     if not run_folder.check_folder(stage, longer=False):
         others = np.setdiff1d(split["labeled"], split["unlabeled"])             # empty on ImageNet
         everything = np.concatenate([others, split["unlabeled"]])               # both streams draw from it
         parts = dict(labeled=everything, unlabeled=everything, validation=everything[:0], test=everything[:0])
-        rotation_net = models.make_model(config["arch"], len(classes), 1, aux=False,
-                                         bn_momentum=config["bn_momentum"])
-        rotation_net.classifier.requires_grad_(False)           # not part of this stage
-        training.fit(rotation_net, rotation, (images, torch.full_like(labels, -1), parts, classes), stage)
+        net, objective, loop = build_stage_one(config, len(classes))
+        training.fit(net, objective, (images, torch.full_like(labels, -1), parts, classes), stage, **loop)
     return find_pretrained(stage["out"], f"--out {config['out']}: its first stage", config)
+
+
+def build_stage_one(config, num_classes):
+    """As `build`, for the first stage of fine_tune."""
+    net = models.make_model(config["arch"], num_classes, 1, aux=False, bn_momentum=config["bn_momentum"])
+    net.classifier.requires_grad_(False)                        # not part of this stage
+    return net, rotation, {}
 
 
 def find_pretrained(path, source, config):

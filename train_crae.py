@@ -7,6 +7,8 @@
 """
 import cli
 
+# The values of --aux; from Python, True and False work too.
+AUX = {"upright": "upright", "all": "all", "none": "none", True: "upright", False: "none"}
 FLAGS = cli.DATASET_FLAGS | {
     "plus": (bool, False, "CRAE+: both extensions"),
     "ext1": (bool, False, "extension 1 alone: sharpened target, averaged over the four rotations"),
@@ -18,13 +20,16 @@ FLAGS = cli.DATASET_FLAGS | {
                "or the ensembles random, independent, detach"),
     "heads": (int, None, "number of rotation heads for independent and random; 0: no rotation branches "
                          "(default: one per class)"),
-    "aux": (bool, True, "the additional classifier, trained on labelled images only and used at test time"),
+    "aux": (AUX, None, "labelled copies that train the additional classifier, which is used at test time: "
+                       "upright, all (four rotations) or none (no additional classifier, same as --noaux) "
+                       "(default: upright; with --heads 0: none)"),
     "rot_dim": (int, None, "dimension that features are reduced to before the rotation heads; 0: no "
                            "reduction (default: 0; 16 for imagenet)"),
 } | cli.NETWORK_FLAGS | {
     "batch": (int, None, "labelled images per step over all processes, and as many unlabelled ones, each in "
                          "four rotations (default: the preset's)"),
-    "eta": (float, 1.0, "weight of the rotation loss"),
+    "eta": (float, 1.0, "weight of each of the two rotation losses: the mean over the labelled copies "
+                        "and the mean over the unlabelled copies"),
     "eta2": (float, 1.0, "weight of the loss of extension 1, or of the entropy"),
     "temperature": (float, 0.5, "T of the sharpening in extension 1, in (0, 1]"),
 } | cli.RUN_FLAGS
@@ -36,41 +41,39 @@ import math
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 import augmentation
 import distributed
 import losses
 import models
 import run_folder
+import settings
 import training
 
 # ---------------------------------------------------------------- the method
 
 
-def crae(model, x_l, y_l, x_u, *, augment, gen, select, eta, **_):
+def crae(model, x_l, y_l, x_u, *, augment, gen, select, eta, aux, **_):
     """Algorithm 1, Eq. 2."""
-    x, y_l, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)      # Alg. 1, line 2
+    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)        # Alg. 1, line 2
     class_logits, aux_logits, rot_logits = model(x)             # (N, C), (N, C), (N, K, 4)
-    terms = class_terms(class_logits, aux_logits, y_l)          # Alg. 1, line 3
-    if rot_logits is not None:                                  # Alg. 1, lines 4 and 5
-        terms["rotation"] = eta * rotation_loss(class_logits, rot_logits, y_l, z, select, gen)
-    return terms
+    terms = class_terms(class_logits, aux_logits, y, len(x_l), aux)     # Alg. 1, line 3
+    return terms | rotation_terms(class_logits, rot_logits, y, z, select, eta, gen)     # Alg. 1, lines 4, 5
 
 
-def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperature, ext1=True, ext2=True,
-              entmin=False, **_):
+def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperature, aux, ext1=True,
+              ext2=True, entmin=False, **_):
     """Algorithm 2, Eq. 4. Each extension can be left out; entropy minimisation can replace extension 1.
 
     BN is not specified in the paper. Only the unmixed pass updates the running statistics; the mixed pass
     uses the statistics of its own batch and updates nothing.
     """
-    x, y_l, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)      # Alg. 2, line 2
+    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)        # Alg. 2, line 2
     class_logits, aux_logits, rot_logits = model(x)             # (N, C), (N, C), (N, K, 4)
-    terms = class_terms(class_logits, aux_logits, y_l)          # Alg. 2, line 3
-    logits_u = class_logits[len(y_l):]                          # (4B, C)
+    terms = class_terms(class_logits, aux_logits, y, len(x_l), aux)     # Alg. 2, line 3
+    logits_u = class_logits[len(y):]                            # (4B, C)
     if ext1:
-        p_bar = logits_u.float().softmax(-1).unflatten(0, (4, -1)).mean(0)      # over four rotations, (B, C)
+        p_bar = losses.wide(logits_u).softmax(-1).unflatten(0, (4, -1)).mean(0)         # 4 copies: (B, C)
         # Alg. 2, line 4: Eq. 3. The paper does not specify a gradient of the target; we detach it.
         p_hat = losses.sharpen(p_bar, temperature).detach()
         terms["ext1"] = eta2 * losses.soft_cross_entropy(logits_u, p_hat.repeat(4, 1))  # Alg. 2, line 5
@@ -81,41 +84,44 @@ def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperat
         x_mix = augmentation.mix(x, sizes, gen)                 # Alg. 2, line 6
         with models.frozen_bn(model):
             _, _, rot_logits = model(x_mix)                     # p(z|x_mix, y); p(y|x) is the unmixed image's
-    if rot_logits is not None:                                  # Alg. 2, lines 7 and 8
-        terms["rotation"] = eta * rotation_loss(class_logits, rot_logits, y_l, z, select, gen)
-    return terms
+    return terms | rotation_terms(class_logits, rot_logits, y, z, select, eta, gen)     # Alg. 2, lines 7, 8
 
 
-def class_terms(class_logits, aux_logits, y_l):
-    """L_ce(p(y|x_l), y_l) over all rotated copies of the labelled images, for both classifiers.
+def class_terms(class_logits, aux_logits, y, upright, aux):
+    """L_ce(p(y|x_l), y_l) of both classifiers; the first copies are labelled, and the first of them upright.
 
-    The paper specifies neither the copies nor the weight of the additional classifier; we use all copies and
-    weight 1.
+    The main classifier provides p(y|x) for all rotations, so it learns from all rotated copies. The
+    additional classifier is the one that is tested, on upright images; the paper trains it on "the loss
+    incurred from the labeled data only". We use upright copies (aux="all" is the other reading), weight 1.
     """
-    n = len(y_l)
-    terms = {"class": F.cross_entropy(class_logits[:n].float(), y_l)}
+    terms = {"class": losses.class_loss(class_logits[:len(y)], y)}
     if aux_logits is not None:
-        terms["aux"] = F.cross_entropy(aux_logits[:n].float(), y_l)
+        n = len(y) if aux == "all" else upright
+        terms["aux"] = losses.class_loss(aux_logits[:n], y[:n])
     return terms
 
 
-def rotation_loss(class_logits, rot_logits, y_l, z, select, gen):
-    """L_ce(p(z|x), z), the mean over all copies; the first copies are labelled.
+def rotation_terms(class_logits, rot_logits, y, z, select, eta, gen):
+    """L_ce(p(z|x), z): the mean over labelled copies (the first ones) and the mean over unlabelled copies.
 
     select is what chooses the rotation head. marginal: p(y|x), Eq. 1. The other values are the ensemble
     baselines of the ablation. detach: the same without gradient into p(y|x); random: one random head per
     image and step; independent: every head learns from every image.
     """
+    if rot_logits is None:
+        return {}
+    n, (N, K, _) = len(y), rot_logits.shape
     if select == "independent":
-        return losses.independent_rotation_loss(rot_logits, z).mean()
-    n, (N, K, _) = len(y_l), rot_logits.shape
-    if select == "random":
-        sizes = [N // 8] * 8                                    # rotations of labelled, then of unlabelled
+        labeled, unlabeled = losses.independent_rotation_loss(rot_logits, z).tensor_split([n])
+    elif select == "random":
+        sizes = [n // 4] * 4 + [(N - n) // 4] * 4               # four rotations of each set
         k = distributed.randint(0, K, N, gen=gen, device=z.device, sizes=sizes)
-        return losses.labeled_rotation_loss(rot_logits, k, z).mean()    # the loss of head k
-    logits_u = class_logits[n:].detach() if select == "detach" else class_logits[n:]
-    return torch.cat([losses.labeled_rotation_loss(rot_logits[:n], y_l, z[:n]),
-                      losses.unlabeled_rotation_loss(logits_u, rot_logits[n:], z[n:])]).mean()
+        labeled, unlabeled = losses.labeled_rotation_loss(rot_logits, k, z).tensor_split([n])   # of head k
+    else:
+        logits_u = class_logits[n:].detach() if select == "detach" else class_logits[n:]
+        labeled = losses.labeled_rotation_loss(rot_logits[:n], y, z[:n])        # (4B,)
+        unlabeled = losses.unlabeled_rotation_loss(logits_u, rot_logits[n:], z[n:])
+    return {"rotation_labeled": eta * labeled.mean(), "rotation_unlabeled": eta * unlabeled.mean()}
 
 
 def mean_p_z(class_logits, rot_logits):
@@ -124,6 +130,10 @@ def mean_p_z(class_logits, rot_logits):
 
 
 # ---------------------------------------------------------------- the experiment
+
+# A run of another definition cannot be resumed. 1: additional classifier on all copies, one mean over all
+# rotation losses. 2: additional classifier on upright copies, one mean per set (docs/deviations.md).
+DEFINITION = 2
 
 
 @cli.strict(FLAGS)
@@ -134,20 +144,27 @@ def train(**flags):
     if row:
         return row
     loaded = run_folder.load_data(config)
-    num_classes, heads, select = len(loaded[-1]), config["heads"], config["select"]
+    net, objective, loop = build(config, len(loaded[-1]))
+    return training.fit(net, objective, loaded, config, **loop)
+
+
+def build(config, num_classes):
+    """The network, the objective and the arguments of training.fit."""
+    heads, select = config["heads"], config["select"]
     K = num_classes if heads is None else heads
     if select in ("marginal", "detach") and K not in (0, num_classes):
         raise cli.Refused(f"--heads {heads}: --select {select} needs one head for each of the {num_classes} "
                           "classes; omit the flag")
     torch.manual_seed(config["seed"])                           # the initial weights
-    net = models.make_model(config["arch"], num_classes, K, config["rot_dim"], config["aux"],
+    net = models.make_model(config["arch"], num_classes, K, config["rot_dim"], config["aux"] != "none",
                             config["bn_momentum"])
     extended = config["ext1"] or config["ext2"] or config["entmin"]
-    constants = (("select", "eta", "eta2", "temperature", "ext1", "ext2", "entmin") if extended
-                 else ("select", "eta"))
+    constants = ["select", "eta", "aux"]
+    constants += ["eta2", "temperature", "ext1", "ext2", "entmin"] if extended else []
     objective = partial(crae_plus if extended else crae, **{name: config[name] for name in constants})
     p_z = losses.log_p_z if select in ("marginal", "detach") else mean_p_z
-    return training.fit(net, objective, loaded, config, p_z=p_z)
+    mu = 1 if K or extended else 0              # without rotation branches, CRAE sees no unlabelled image
+    return net, objective, dict(p_z=p_z, mu=mu)
 
 
 @cli.strict(FLAGS)
@@ -167,9 +184,14 @@ def configure(**flags):
                           "--ext1 is possible")
     if flags["entmin"] and ext1:
         raise cli.Refused("--entmin: replaces extension 1; omit --plus and --ext1 (--ext2 is possible)")
-    method = method_name(ext1, ext2, flags["entmin"], flags["select"], heads, flags["aux"])
+    if heads == 0 and flags["aux"] not in (None, "none"):
+        raise cli.Refused(f"--aux {flags['aux']}: --heads 0 tests the classifier that learned from rotated "
+                          "images; omit one of the two flags")
+    aux = flags["aux"] or ("none" if heads == 0 else "upright")
+    method = method_name(ext1, ext2, flags["entmin"], flags["select"], heads, aux)
     named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux"          # by method_name
-    return run_folder.resolve(flags, FLAGS, __file__, method, named) | dict(ext1=ext1, ext2=ext2)
+    config = settings.resolve(flags, FLAGS, __file__, method, named)
+    return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=DEFINITION)
 
 
 def method_name(ext1, ext2, entmin, select, heads, aux):
@@ -178,7 +200,8 @@ def method_name(ext1, ext2, entmin, select, heads, aux):
     if heads and select in ("random", "independent"):
         name += f"_{heads}"
     name += "_plus" if ext1 and ext2 else "_ext1" if ext1 else "_ext2" if ext2 else ""
-    return name + ("_entmin" if entmin else "") + ("" if aux else "_no_aux")
+    name += "_entmin" if entmin else ""
+    return name if heads == 0 else name + dict(upright="", all="_aux_all", none="_no_aux")[aux]
 
 
 if __name__ == "__main__":

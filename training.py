@@ -28,6 +28,7 @@ import losses
 import metrics
 import models
 import run_folder
+import settings
 
 # ---------------------------------------------------------------- the loop
 
@@ -182,8 +183,9 @@ def log_row(state, config, bar):
     """Evaluate, and append one row to log.csv and one matrix to diversity.csv."""
     run, step, device = state.run, state.run["step"], state.labels.device
     world, steps_of_row = distributed.world(), step - state.run["row_step"]
-    means = {f"loss_{k}": distributed.total(v).item() / world / steps_of_row for k, v in run["terms"].items()}
-    passed = time.perf_counter() - state.tick                   # the line above waited for the device
+    sums = torch.stack([distributed.total(v) for v in run["terms"].values()]).tolist()
+    means = {f"loss_{k}": v / world / steps_of_row for k, v in zip(run["terms"], sums)}
+    passed = time.perf_counter() - state.tick                   # reading the sums waited for the device
     check_finite(state, config)
     sample, limit = state.index["sample"], metrics.eval_batch(state.images)
     size = math.ceil(len(sample) / math.ceil(len(sample) / limit))              # batches of nearly equal size
@@ -225,10 +227,12 @@ def save(state, config):
 def check_finite(state, config):
     """Stop the run if a loss term or a weight is not finite, and name the first such step."""
     names = sorted(state.run["bad"])
-    firsts = (distributed.agree(*(-int(state.run["bad"][name]) or -math.inf for name in names))
-              if names else [])
+    broken = torch.stack([~w.isfinite().all() for w in state.weights]).any()
+    # One read for all values, because a GPU waits for the CPU at each.
+    *firsts, broken = torch.stack([*(state.run["bad"][name] for name in names), broken.float()]).tolist()
+    firsts = distributed.agree(*(-first or -math.inf for first in firsts)) if names else []
     bad = {f"loss_{name}": int(-first) for name, first in zip(names, firsts) if first > -math.inf}
-    if not torch.stack([w.isfinite().all() for w in state.weights]).all():
+    if broken:
         bad = bad or {"a weight": state.run["step"]}
     if bad:
         name, step = min(bad.items(), key=lambda item: item[1])
@@ -239,7 +243,7 @@ def check_finite(state, config):
 def how_to_continue(state, config):
     if distributed.rank():
         return ""
-    return f"stopped after step {state.run['step']}; to continue: {run_folder.command_to_continue(config)}"
+    return f"stopped after step {state.run['step']}; to continue: {settings.command_to_continue(config)}"
 
 
 def finish(state, config):

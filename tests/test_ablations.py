@@ -261,4 +261,4 @@ def test_help_names_every_flag_and_table(capsys):
         assert name == "table" or f"--{name} " in text, name
     for table in [*ablations.ROWS, "rotation_dim"]:
         assert f"    {table} " in text
-    assert train_crae.method_name(True, True, False, "marginal", None, True) == "crae_plus"
+    assert train_crae.method_name(True, True, False, "marginal", None, "upright") == "crae_plus"

@@ -121,7 +121,7 @@ def test_local_rows_of_two_processes_by_hand():
     lambda n, gen, sizes: distributed.randn(n, 2, gen=gen, device="cpu", sizes=sizes),
     lambda n, gen, sizes: distributed.randint(0, 1000, n, 2, gen=gen, device="cpu", sizes=sizes),
     lambda n, gen, sizes: distributed.beta(0.75, n, gen=gen, device="cpu", sizes=sizes),
-    lambda n, gen, sizes: augmentation.mixup_share(n, 0.75, gen, sizes),
+    lambda n, gen, sizes: augmentation.mixup_share(n, 0.75, gen, "cpu", sizes),
 ], ids=["rand", "randn", "randint", "beta", "mixup_share"])
 def test_shared_draws_are_those_of_a_single_process(draw, world, parts):
     n = world * parts
@@ -258,3 +258,14 @@ def test_strong_augmentation_ends_with_cutout(monkeypatch):
     x = torch.zeros(500, 3, 16, 16, dtype=torch.uint8)
     grey = (augmentation.strong_augment(x, generator()) == 127).flatten(1).any(1)
     assert grey.float().mean() > 0.8                    # a few squares are smaller than a pixel
+
+
+def test_one_rotation_per_image():
+    x, z = random_images(12), torch.arange(12) % 4
+    for i, image in enumerate(augmentation.rotate1(x, z)):
+        assert torch.equal(image, torch.rot90(x[i], i % 4, (1, 2)))
+    x_l, y_l, x_u = x[:5], torch.arange(5), x[5:]
+    batch, y, z = augmentation.once_rotated_batch(x_l, y_l, x_u, lambda x: x, generator(3))
+    assert torch.equal(y, y_l) and torch.equal(z, torch.randint(0, 4, (12,), generator=generator(3)))
+    for i, image in enumerate(batch):
+        assert torch.equal(image, augmentation.scale(torch.rot90(x[i], z[i].item(), (1, 2))))

@@ -23,7 +23,7 @@ from models import frozen_bn, make_model
 def test_shares_are_per_image_beta_distributed_and_folded():
     gen = generator()
     for beta in 0.25, 0.75:
-        share = augmentation.mixup_share(20_000, beta, gen)
+        share = augmentation.mixup_share(20_000, beta, gen, "cpu")
         drawn = np.random.default_rng(0).beta(beta, beta, 20_000)
         levels = np.linspace(0.05, 0.95, 10)
         folded = np.quantile(np.maximum(drawn, 1 - drawn), levels)

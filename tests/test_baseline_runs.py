@@ -128,19 +128,22 @@ def test_constants_are_the_protocols():
     def of(table, method, *names):
         return tuple(table[method].get(name) for name in names)
 
-    for table, pi, pl, mx, mt, ic, mm in (
-            (tb.CIFAR10, (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), 75),
-            (tb.CIFAR100, (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), 150),
-            (tb.SVHN, (5, 0.2), 2, 0.25, (150, 0.02), (20, 0.5), 250)):
+    for dataset, pi, pl, mx, mt, ic, mm in (
+            ("cifar10", (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), (75, 0.75)),
+            ("digits", (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), (75, 0.75)),
+            ("cifar100", (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), (150, 0.75)),
+            ("svhn", (5, 0.2), 2, 0.25, (150, 0.02), (20, 0.5), (250, 0.75)),
+            ("svhn_extra", (5, 0.2), 2, 0.25, (180, 0.02), (20, 0.5), (250, 0.25))):
+        table = {method: presets.of_baseline(method, dataset) for method in presets.BASELINES}
         for method in "pi_model", "swa":
             assert of(table, method, "weight", "weight_decay") == pi
         assert of(table, "pseudo_label", "weight", "threshold") == (pl, 0.95)
         assert of(table, "mixup", "weight", "beta") == (1, mx)
         assert of(table, "vat", "weight", "epsilon", "entropy_weight", "weight_decay") == (0.3, 6, 0.06, 0.02)
-        assert of(table, "fixmatch", "weight_decay") == (1e-3 if table is tb.CIFAR100 else 5e-4,)
+        assert of(table, "fixmatch", "weight_decay") == (1e-3 if dataset == "cifar100" else 5e-4,)
         assert of(table, "mean_teacher", "weight", "weight_decay") == mt
         assert of(table, "ict", "weight", "beta") == ic
-        assert of(table, "mixmatch", "weight", "beta", "temperature") == (mm, 0.75, 0.5)
+        assert of(table, "mixmatch", "weight", "beta", "temperature") == (*mm, 0.5)
         assert of(table, "fixmatch", "weight", "threshold", "lr") == (1, 0.95, 0.03) and tb.MU == 7
         assert of(table, "s4l", "weight") == (1,) and list(table) == METHODS
 
@@ -153,6 +156,12 @@ def test_constants_are_the_protocols():
     ("cifar100", "swa", dict(weight=20, weight_decay=0.02, paper="28.80 %, quoted from fast-swa")),
     ("svhn", "pi_model", dict(weight=5, weight_decay=0.2)),
     ("svhn_extra", "vat", dict(weight=0.3, weight_decay=0.02)),
+    ("svhn_extra", "mean_teacher", dict(weight=180, weight_decay=0.02)),
+    ("svhn_extra", "mixmatch", dict(weight=250, beta=0.25, weight_decay=0.02)),
+    ("svhn_extra", "pseudo_label", dict(weight=2, weight_decay=0.02)),
+    ("svhn_extra", "mixup", dict(beta=0.25, weight_decay=0.02)),
+    ("svhn_extra", "ict", dict(weight=20, weight_decay=0.02)),
+    ("svhn_extra", "s4l", dict(weight=1, weight_decay=0.0001)),
     ("digits", "fixmatch", dict(weight=1, lr=0.03, weight_decay=5e-4, paper=None)),
 ])
 def test_a_run_has_the_values_of_its_method_and_dataset(dataset, method, expected, tmp_path, monkeypatch):
@@ -189,6 +198,13 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     assert torch.equal(net.classifier.weight, kept["net"].classifier.weight)
     tb.train(method="s4l", **common)
     assert kept["net"].rotation.out_features == 4 and kept["net"].backbone.bn.momentum == 0.1
+    assert kept["objective"].keywords == dict(weight=1, class_copies="all", rotations="four", ramp=320)
+    for variant, name in [(dict(class_copies="upright"), "s4l_upright"), (dict(weight=2.0), "s4l_weight2"),
+                          (dict(rotations="one"), "s4l_one_rotation"), (dict(weight=1.0), "s4l"),
+                          (dict(class_copies="upright", weight=0.5), "s4l_upright_weight0.5")]:
+        tb.train(method="s4l", **variant, **common)
+        assert kept["config"]["method"] == name and not kept["config"]["changed"]
+        assert variant.items() <= kept["objective"].keywords.items()
     tb.train(method="vat", **common)
     assert kept["objective"].keywords == dict(weight=0.3, epsilon=6, entropy_weight=0.06, ramp=320)
     tb.train(method="labeled_only", **common)
@@ -317,6 +333,9 @@ BAD = {                                                         # flags: what th
     "--method fine_tune --pretrained nothing": "--pretrained", "--method ict --nocycles": "--nocycles",
     "--method ict --plus": "--plus", "--method vat --steps 0": "--steps",
     "--method vat --labels 3": "--labels", "--metod vat": "--method",
+    "--method vat --class_copies upright": "--class_copies", "--method ict --rotations one": "--rotations",
+    "--method s4l --rotations one --class_copies upright": "--class_copies",
+    "--method s4l --rotations two": "four, one",
 }
 
 

@@ -273,9 +273,10 @@ def test_neither_cli_nor_presets_nor_the_tables_of_flags_import_torch():
     assert len(lines) == len(SCRIPTS) and all(line.isdigit() and int(line) > 0 for line in lines), done.stdout
 
 
-# DESIGN.md: a file may import files of its own and of earlier groups, but not in a circle.
+# A file may import files of its own and of earlier groups, but not in a circle.
 ORDER = [["cli"], ["losses", "models", "presets", "devices", "distributed"], ["augmentation"], ["folders"],
-         ["data"], ["run_folder", "metrics"], ["training"], [Path(script).stem for script in SCRIPTS]]
+         ["data"], ["settings"], ["run_folder", "metrics"], ["training"],
+         [Path(script).stem for script in SCRIPTS]]
 
 
 @pytest.fixture(scope="module")

@@ -65,7 +65,7 @@ def test_a_note_before_the_first_step_if_it_does_not_fit_into_memory(tmp_path, m
         net, gen = make_model("wrn-10-1", 10, 10), torch.Generator()
         config = dict(batch=8, accumulate=accumulate, optimizer="adam", precision="fp32")
         objective = partial(train_crae.crae_plus if plus else train_crae.crae, select="marginal", eta=1.0,
-                            eta2=1.0, temperature=0.5)
+                            eta2=1.0, temperature=0.5, aux="upright")
         augment = partial(augmentation.flip_and_crop, flip=False, gen=gen)
         lines = []
         monkeypatch.setattr("builtins.print", lambda text, **_: lines.append(text))

@@ -60,7 +60,7 @@ def test_shares_are_augmented_like_the_whole_batch(world, parts):
 
     for change in (lambda x: augmentation.flip_and_crop(x, True, gen()),
                    lambda x: augmentation.strong_augment(x, gen()),
-                   lambda x: augmentation.mixup_share(len(x), 0.75, gen())):
+                   lambda x: augmentation.mixup_share(len(x), 0.75, gen(), "cpu")):
         expected = change(x)
         pieces = iter(x.split(8 // n))
         found = torch.cat([change(next(pieces)) for _ in shares(world, parts)])

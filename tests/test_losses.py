@@ -4,6 +4,7 @@ import torch
 
 from helpers import generator
 from losses import (
+    class_loss,
     entropy,
     independent_rotation_loss,
     labeled_rotation_loss,
@@ -175,3 +176,42 @@ def test_entropy_values_and_gradients():
     sure = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)  # p = 0 must give 0, not nan
     entropy(sure).backward()
     assert entropy(sure) == 0 and torch.isfinite(sure.grad).all()
+
+
+def test_class_loss_is_the_mean_cross_entropy():
+    logits, y = random_logits(N, C), torch.tensor([0, 2, 1, 1, 0])
+    loop = sum(-softmax_loop(logits[n])[y[n]].log() for n in range(N)) / N
+    torch.testing.assert_close(class_loss(logits, y).double(), loop)
+    assert_same_gradients(class_loss(logits, y), loop, logits)
+
+
+Y, Z = torch.tensor([0, 2, 1, 1, 0]), torch.tensor([0, 1, 2, 3, 1])
+FUNCTIONS = {
+    "class_loss": (lambda a: class_loss(a, Y), (N, C)),
+    "log_p_z": (log_p_z, (N, C), (N, C, 4)),
+    "labeled_rotation_loss": (lambda R: labeled_rotation_loss(R, Y, Z), (N, C, 4)),
+    "unlabeled_rotation_loss": (lambda a, R: unlabeled_rotation_loss(a, R, Z), (N, C), (N, C, 4)),
+    "independent_rotation_loss": (lambda R: independent_rotation_loss(R, Z), (N, C, 4)),
+    "sharpen": (lambda a: sharpen(a.softmax(-1), 0.5), (N, C)),
+    "soft_cross_entropy": (lambda a, b: soft_cross_entropy(a, b.softmax(-1)), (N, C), (N, C)),
+    "entropy": (entropy, (N, C)),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_agree_with_differences_in_float64(name):
+    function, *shapes = FUNCTIONS[name]
+    inputs = [torch.randn(shape, generator=generator(k), dtype=torch.float64, requires_grad=True)
+              for k, shape in enumerate(shapes)]
+    assert function(*inputs).dtype == torch.float64
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_bfloat16_is_computed_in_float32(name):
+    function, *shapes = FUNCTIONS[name]
+    inputs = [torch.randn(shape, generator=generator(k)).bfloat16() for k, shape in enumerate(shapes)]
+    result = function(*inputs)
+    assert result.dtype == torch.float32
+    if name not in ("sharpen", "soft_cross_entropy"):           # the softmax before these is in bfloat16
+        torch.testing.assert_close(result, function(*(x.float() for x in inputs)))

@@ -17,6 +17,7 @@ import cli
 import plots
 import presets
 import run_folder
+import settings
 import train_baselines
 import train_crae
 from helpers import HERE, QUICK, everything_in, run_script, same, words_of
@@ -40,7 +41,7 @@ def test_reported_error_is_the_median_of_the_last_20_beside_the_papers(capsys):
 def test_the_papers_error_is_given_only_for_the_papers_setting():
     def paper(method="crae_plus", **flags):
         flags = {name: default for name, (_, default, _) in train_crae.FLAGS.items()} | flags
-        return run_folder.resolve(flags, train_crae.FLAGS, "train_crae.py", method)["paper"]
+        return settings.resolve(flags, train_crae.FLAGS, "train_crae.py", method)["paper"]
 
     assert paper(dataset="cifar10", labels=250) == "10.76 %"
     assert paper(dataset="cifar10", labels=4000) == "5.98 %"

@@ -75,7 +75,7 @@ def mixed(share, a, b):
 
 
 def drawn_shares(n, gen):
-    return augmentation.mixup_share(n, 0.75, gen).tolist()
+    return augmentation.mixup_share(n, 0.75, gen, "cpu").tolist()
 
 
 RAMP, STEP, WEIGHT = 20, 5, 3.0
@@ -92,6 +92,22 @@ def loop_s4l(model, ema, x_l, y_l, x_u, gen, view):
                     for x, y in zip(labeled, y_l.tolist()) for k in range(4)]
     rotation_losses = [-torch.log(model(torch.rot90(x, k, (1, 2))[None])[2][0, 0].softmax(0)[k])
                        for x in labeled + unlabeled for k in range(4)]
+    return {"class": mean(class_losses), "rotation": WEIGHT * mean(rotation_losses)}
+
+
+def loop_s4l_upright(model, ema, x_l, y_l, x_u, gen, view):
+    """The rotation loss of S4L, and the class loss of the upright copies only."""
+    terms = loop_s4l(model, ema, x_l, y_l, x_u, gen, Views())
+    return terms | loop_labeled_only(model, ema, x_l, y_l, x_u, gen, view)
+
+
+def loop_s4l_one_rotation(model, ema, x_l, y_l, x_u, gen, view):
+    """Each image is rotated once; its class loss is that of the rotated image."""
+    images = scaled(view(x_l)) + scaled(view(x_u))
+    z = torch.randint(0, 4, (len(images),), generator=gen).tolist()
+    images = [torch.rot90(x, k, (1, 2)) for x, k in zip(images, z)]
+    rotation_losses = [-torch.log(model(x[None])[2][0, 0].softmax(0)[k]) for x, k in zip(images, z)]
+    class_losses = [ce(p_of(model, x), y) for x, y in zip(images, y_l.tolist())]
     return {"class": mean(class_losses), "rotation": WEIGHT * mean(rotation_losses)}
 
 
@@ -203,6 +219,17 @@ def test_objective_is_its_papers(method):
     expected = LOOPS[method](slow, slow_ema, *x, generator(5), Views())
     assert list(terms) == list(expected) == TERMS[method]
     helpers.assert_same_terms(terms, expected, model, slow)
+
+
+@pytest.mark.parametrize("variant, loop", [(dict(class_copies="upright"), loop_s4l_upright),
+                                           (dict(rotations="one"), loop_s4l_one_rotation)])
+def test_variants_of_s4l(variant, loop):
+    (x_l, y_l, x_u), model = batch(), linear()
+    slow = copy.deepcopy(model).double()
+    terms = tb.s4l(model, x_l, y_l, x_u, augment=Views(), gen=generator(5), weight=WEIGHT, **variant)
+    expected = loop(slow, None, x_l, y_l, x_u, generator(5), Views())
+    reached = helpers.assert_same_terms(terms, expected, model, slow)
+    assert reached == {"class": {"y"}, "rotation": {"R"}}
 
 
 def test_rotation_is_the_rotation_term_of_s4l_and_sees_no_labels():

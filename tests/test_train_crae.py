@@ -6,10 +6,13 @@ import os
 import re
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
 import augmentation
+import cli
+import data
 import helpers
 import losses
 import presets
@@ -17,7 +20,7 @@ import train_crae
 import training
 from helpers import generator
 from models import make_model
-from train_crae import crae, crae_plus, rotation_loss
+from train_crae import crae, crae_plus, rotation_terms
 
 B, C, S, T, ETA, ETA2 = 3, 4, 8, 0.5, 0.7, 0.3
 
@@ -37,7 +40,7 @@ def shifted(x):
     return x.roll(1, 3)                                         # an "augmentation" that can be repeated
 
 
-def loop(model, x_l, y_l, x_u, ext1, ext2, entmin, gen):
+def loop(model, x_l, y_l, x_u, ext1, ext2, entmin, aux, gen):
     """Eq. 2 and Eq. 4, image by image and in probabilities. Returns the named terms."""
     def rotated(image, k):
         return torch.rot90(shifted(image[None])[0].double() * 2 / 255 - 1, k, (1, 2))
@@ -49,18 +52,20 @@ def loop(model, x_l, y_l, x_u, ext1, ext2, entmin, gen):
         alpha = (0.5 + 0.5 * torch.rand(len(copies), 1, 1, 1, generator=gen)).flatten()
         partner = torch.randperm(len(copies), generator=gen)
         seen = [alpha[i] * seen[i] + (1 - alpha[i]) * copies[partner[i]][0] for i in range(len(copies))]
-    class_losses, aux_losses, rotation_losses = [], [], []
+    class_losses, aux_losses, labeled, unlabeled = [], [], [], []
     for (x, y, z), x_seen in zip(copies, seen):
         p_y, p_aux = (logits[0].softmax(0) for logits in model(x[None])[:2])    # always the unmixed image
         R = model(x_seen[None])[2][0].softmax(1)                # (C, 4)
         if y is None:
-            rotation_losses.append(-torch.log(sum(R[k, z] * p_y[k] for k in range(C))))
+            unlabeled.append(-torch.log(sum(R[k, z] * p_y[k] for k in range(C))))
         else:
             class_losses.append(-torch.log(p_y[y]))
-            aux_losses.append(-torch.log(p_aux[y]))
-            rotation_losses.append(-torch.log(R[y, z]))
+            if z == 0 or aux == "all":                          # the upright copies
+                aux_losses.append(-torch.log(p_aux[y]))
+            labeled.append(-torch.log(R[y, z]))
     terms = {"class": sum(class_losses) / len(class_losses), "aux": sum(aux_losses) / len(aux_losses),
-             "rotation": ETA * sum(rotation_losses) / len(rotation_losses)}
+             "rotation_labeled": ETA * sum(labeled) / len(labeled),
+             "rotation_unlabeled": ETA * sum(unlabeled) / len(unlabeled)}
     if ext1:
         loss = []
         for i in range(B):
@@ -76,20 +81,22 @@ def loop(model, x_l, y_l, x_u, ext1, ext2, entmin, gen):
     return terms
 
 
+@pytest.mark.parametrize("aux", ["upright", "all"])
 @pytest.mark.parametrize("ext1, ext2, entmin", [*itertools.product([False, True], [False, True], [False]),
                                                 (False, False, True), (False, True, True)])
-def test_objective_is_the_papers(ext1, ext2, entmin):
+def test_objective_is_the_papers(ext1, ext2, entmin, aux):
     x_l, y_l, x_u = batch()
     model, slow = linear(), linear().double()
-    common = dict(augment=shifted, gen=generator(5), select="marginal", eta=ETA)
+    common = dict(augment=shifted, gen=generator(5), select="marginal", eta=ETA, aux=aux)
     if ext1 or ext2 or entmin:
         extensions = dict(eta2=ETA2, temperature=T, ext1=ext1, ext2=ext2, entmin=entmin)
         terms = crae_plus(model, x_l, y_l, x_u, **common, **extensions)
     else:
         terms = crae(model, x_l, y_l, x_u, **common)
-    expected = loop(slow, x_l, y_l, x_u, ext1, ext2, entmin, generator(5))
+    expected = loop(slow, x_l, y_l, x_u, ext1, ext2, entmin, aux, generator(5))
     reached = helpers.assert_same_terms(terms, expected, model, slow, rtol=1e-5)
-    may_reach = {"class": {"y"}, "aux": {"aux"}, "rotation": {"y", "R"}, "ext1": {"y"}, "entropy": {"y"}}
+    may_reach = {"class": {"y"}, "aux": {"aux"}, "ext1": {"y"}, "entropy": {"y"},
+                 "rotation_labeled": {"R"}, "rotation_unlabeled": {"y", "R"}}
     assert reached == {name: may_reach[name] for name in terms}
 
 
@@ -98,14 +105,63 @@ def test_unlabelled_images_alone_move_the_main_classifier_and_not_the_additional
     gradients = []
     for other in x_u, 255 - x_u:                        # the same labelled images, other unlabelled ones
         model = linear()
-        terms = crae(model, x_l, y_l, other, augment=shifted, gen=None, select="marginal", eta=1.0)
+        terms = crae(model, x_l, y_l, other, augment=shifted, gen=None, select="marginal", eta=1.0,
+                     aux="upright")
         sum(terms.values()).backward()
         gradients.append((model.y.weight.grad, model.aux.weight.grad))
     (y_a, aux_a), (y_b, aux_b) = gradients
     assert (y_a - y_b).abs().max() > 1e-3 and torch.equal(aux_a, aux_b)
 
 
+@pytest.mark.parametrize("aux", ["upright", "all"])
+def test_which_copies_train_the_additional_classifier(aux):
+    """A model whose additional logits are plain numbers: their gradient shows which copies were used."""
+    x_l, y_l, x_u = batch()
+    aux_logits = torch.zeros(8 * B, C, requires_grad=True)
+
+    def model(x):
+        return torch.zeros(8 * B, C), aux_logits, torch.zeros(8 * B, C, 4)
+
+    terms = crae(model, x_l, y_l, x_u, augment=shifted, gen=None, select="marginal", eta=1.0, aux=aux)
+    terms["aux"].backward()
+    used = (aux_logits.grad.abs().sum(1) > 0).tolist()
+    n = B if aux == "upright" else 4 * B                # the upright copies come first
+    assert used == [True] * n + [False] * (8 * B - n)
+
+
+def test_float64_stays_float64():
+    x_l, y_l, x_u = batch()
+    model = linear().double()
+    terms = crae_plus(lambda x: model(x.double()), x_l, y_l, x_u, augment=shifted, gen=None,
+                      select="marginal", eta=1.0, eta2=1.0, temperature=T, aux="upright", ext2=False)
+    assert all(term.dtype == torch.float64 for term in terms.values())
+
+
 # ---------------------------------------------------------------- the ensembles
+
+
+def rotation_loss(class_logits, rot_logits, y_l, z, select, gen):
+    """The two rotation terms as a mean over all copies, so that one gradient shows all of them."""
+    terms = rotation_terms(class_logits, rot_logits, y_l, z, select, 1.0, gen)
+    n, N = len(y_l), len(z)
+    return (n * terms["rotation_labeled"] + (N - n) * terms["rotation_unlabeled"]) / N
+
+
+@pytest.mark.parametrize("select", ["marginal", "detach", "random", "independent"])
+def test_each_set_has_its_own_mean_and_eta_multiplies_both(select):
+    class_logits, rot_logits = logits()
+    y_l, z = torch.tensor([0, 1, 2]), torch.arange(8) % 4
+    terms = rotation_terms(class_logits, rot_logits, y_l, z, select, 0.7, generator())
+    if select == "random":
+        k = torch.randint(0, C, (8,), generator=generator())
+        per_copy = losses.labeled_rotation_loss(rot_logits, k, z)
+    elif select == "independent":
+        per_copy = losses.independent_rotation_loss(rot_logits, z)
+    else:
+        per_copy = torch.cat([losses.labeled_rotation_loss(rot_logits[:3], y_l, z[:3]),
+                              losses.unlabeled_rotation_loss(class_logits[3:], rot_logits[3:], z[3:])])
+    torch.testing.assert_close(terms["rotation_labeled"], 0.7 * sum(per_copy[:3]) / 3)
+    torch.testing.assert_close(terms["rotation_unlabeled"], 0.7 * sum(per_copy[3:]) / 5)
 
 
 def logits(N=8, K=C):
@@ -168,10 +224,10 @@ def test_independent_is_the_mean_of_the_losses_of_all_heads():
 
 
 def ensemble(select):
-    return partial(crae, select=select, eta=1.0)
+    return partial(crae, select=select, eta=1.0, aux="upright")
 
 
-PLUS = partial(crae_plus, select="marginal", eta=1.0, eta2=1.0, temperature=0.5)
+PLUS = partial(crae_plus, select="marginal", eta=1.0, eta2=1.0, temperature=0.5, aux="upright")
 VARIANTS = {                                            # the objective and its number of rotation heads
     "crae": (ensemble("marginal"), 10),
     "detach": (ensemble("detach"), 10),
@@ -200,7 +256,8 @@ def test_every_parameter_of_every_variant_gets_a_gradient(name, aux, rot_dim):
     sum(terms.values()).backward()
     assert all(p.grad is not None for p in net.parameters())
     assert all(p.grad.abs().max() > 0 for n, p in net.named_parameters() if p.ndim > 1), name
-    assert ("aux" in terms) == aux and ("rotation" in terms) == (K > 0)
+    assert ("aux" in terms) == aux
+    assert ("rotation_labeled" in terms) == ("rotation_unlabeled" in terms) == (K > 0)
     assert ("ext1" in terms) == (name in ("no_rotation_ext1", "ext1", "plus"))
 
 
@@ -250,7 +307,9 @@ NAMES = {
     "--select detach": "detach", "--select random": "random",
     "--select independent --heads 2": "independent_2", "--heads 0": "no_rotation",
     "--heads 0 --ext1": "no_rotation_ext1", "--entmin": "crae_entmin", "--entmin --ext2": "crae_ext2_entmin",
-    "--noaux": "crae_no_aux", "--plus --aux false": "crae_plus_no_aux",
+    "--noaux": "crae_no_aux", "--plus --aux false": "crae_plus_no_aux", "--aux none": "crae_no_aux",
+    "--aux all": "crae_aux_all", "--plus --aux=all": "crae_plus_aux_all", "--aux": "crae",
+    "--aux upright --select detach": "detach", "--aux all --select random": "random_aux_all",
 }
 
 
@@ -286,8 +345,8 @@ def test_the_script_from_start_to_end(tmp_path):
     assert config["labels"] == 100 and "git_commit" in config and config["ext1"] and config["ext2"]
     assert config["resolved"]["rotation_heads"] == 10 and config["resolved"]["image_size"] == 8
     header = (folder / "log.csv").read_text().splitlines()[0]
-    assert header == ("step,epoch,seconds,images_per_second,lr,loss_class,loss_aux,loss_ext1,loss_rotation,"
-                      "rotation_accuracy,unlabeled_error,val_error,test_error,test_error_raw,test_top5_error")
+    assert header == ("step,epoch,seconds,images_per_second,lr,loss_class,loss_aux,loss_ext1,"
+                      "loss_rotation_labeled,loss_rotation_unlabeled,rotation_accuracy,unlabeled_error,val_error,test_error,test_error_raw,test_top5_error")
     again = run()
     assert again.returncode != 0 and "--resume" in again.stderr
     files = {p.name: p.read_bytes() for p in folder.iterdir()}
@@ -298,23 +357,62 @@ def test_the_script_from_start_to_end(tmp_path):
 
 def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     kept = {}
-    monkeypatch.setattr(training, "fit", lambda net, objective, loaded, config, *, p_z: kept.update(
-        net=net, objective=objective, config=config, p_z=p_z))
+    monkeypatch.setattr(training, "fit", lambda net, objective, loaded, config, **loop: kept.update(
+        net=net, objective=objective, config=config, **loop))
     flags = dict(select="random", heads=7, ext1=True, aux=False, rot_dim=5, arch="wrn-16-1", eta=0.3,
                  eta2=0.4, temperature=0.9, steps=9, batch=3, lr=0.05, weight_decay=0.6, flip=True, labels=20,
                  image_size=16, seed=4)
     train_crae.train(**flags, device="cpu", out=str(tmp_path / "run"))
     assert kept["objective"].func is crae_plus and kept["objective"].keywords == dict(
-        select="random", eta=0.3, eta2=0.4, temperature=0.9, ext1=True, ext2=False, entmin=False)
-    assert {k: kept["config"][k] for k in flags} == flags and kept["p_z"] is train_crae.mean_p_z
+        select="random", eta=0.3, aux="none", eta2=0.4, temperature=0.9, ext1=True, ext2=False, entmin=False)
+    assert {k: kept["config"][k] for k in flags} == flags | dict(aux="none")
+    assert kept["p_z"] is train_crae.mean_p_z and kept["mu"] == 1
     net = kept["net"]
     assert net.aux is None and net.rotation.out_features == 28 and net.reduce.out_features == 5
     assert len(net.backbone.blocks) == 6 and net.backbone.bn.momentum == 0.1    # the preset's
     torch.manual_seed(4)                                        # the seed determines the initial weights
     assert torch.equal(net.classifier.weight, make_model("wrn-16-1", 10, 7, 5, aux=False).classifier.weight)
     train_crae.train(eta=0.3, device="cpu", out=str(tmp_path / "run"))
-    assert kept["objective"].func is crae and kept["objective"].keywords == dict(select="marginal", eta=0.3)
-    assert kept["p_z"] is losses.log_p_z
+    assert kept["objective"].func is crae
+    assert kept["objective"].keywords == dict(select="marginal", eta=0.3, aux="upright")
+    assert kept["p_z"] is losses.log_p_z and kept["net"].aux is not None
+    for value, aux in {True: "upright", False: "none", "all": "all"}.items():
+        train_crae.train(aux=value, device="cpu", out=str(tmp_path / "run"))
+        assert kept["objective"].keywords["aux"] == aux and (kept["net"].aux is None) == (aux == "none")
+
+
+def test_without_rotation_branches_no_unlabelled_image_is_used(tmp_path):
+    """Two datasets that differ only in unlabelled images give the same bits; with ext. 1 they do not."""
+    images, labels, *_ = data.load("digits", "nowhere")
+    pixels = images.permute(0, 2, 3, 1).numpy()
+    for name, unlabeled in ("a", pixels[200:300]), ("b", 255 - pixels[200:300]):
+        np.savez(tmp_path / f"{name}.npz", train_images=pixels[:40], train_labels=labels[:40].numpy(),
+                 test_images=pixels[100:150], test_labels=labels[100:150].numpy(),
+                 unlabeled_images=unlabeled)
+
+    def weights(name, **flags):
+        out = tmp_path / f"run_{name}_{'_'.join(flags)}"
+        flags |= dict(dataset=str(tmp_path / f"{name}.npz"), heads=0, steps=3, out=str(out))
+        train_crae.train(**flags, **helpers.QUICK)
+        saved = torch.load(out / "last.pt", weights_only=True)
+        return saved["net"] | {f"ema.{k}": v for k, v in saved["ema"].items()}
+
+    assert helpers.same(weights("a"), weights("b"))             # BN statistics included
+    assert not helpers.same(weights("a", ext1=True), weights("b", ext1=True))
+    assert not any("aux" in key for key in weights("b", entmin=True))           # no additional classifier
+
+
+def test_a_run_of_an_earlier_definition_cannot_be_resumed(tmp_path):
+    flags = dict(steps=2, out=str(tmp_path / "run"), **helpers.QUICK)
+    train_crae.train(**flags)
+    path = tmp_path / "run" / "config.json"
+    config = json.loads(path.read_text())
+    assert config["definition"] == train_crae.DEFINITION
+    first = {k: v for k, v in config.items() if k != "definition"} | dict(aux=True)
+    for old in dict(config, definition=1), first:
+        path.write_text(json.dumps(old))
+        with pytest.raises(cli.Refused, match="earlier definition"):
+            train_crae.train(**flags, resume=True)
 
 
 def test_help_names_every_flag_and_does_not_train(tmp_path):
@@ -335,7 +433,9 @@ BAD = {                                                         # flags: what th
     "--eta 0": "--eta", "--eta2 -1": "--eta2", "--temperature 2": "--temperature",
     "--device cuda:99": "--device", "--device tpu9": "--device", "--select best": "marginal, random",
     "--heads -1": "--heads", "--heads 3": "--heads", "--heads 0 --plus": "--heads",
-    "--entmin --plus": "--entmin", "--entmin --ext1": "--entmin", "--rot_dim -1": "--rot_dim",
+    "--aux maybe": "upright, all, none", "--aux=1": "--aux", "--noaux=3": "--noaux",
+    "--heads 0 --aux all": "--aux", "--heads 0 --aux": "--aux", "--entmin --plus": "--entmin",
+    "--entmin --ext1": "--entmin", "--rot_dim -1": "--rot_dim",
     "--seed -1": "--seed", "--image_size 4": "--image_size", "--plus - --seed 1": "lone",
     "--noplus=3": "--noplus", "--flip 1": "--flip", "--out train_crae.py": "--out",
     "--resume --out folder": "--out", "--out": "--out: needs", "--noout": "--noout",

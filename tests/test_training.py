@@ -81,7 +81,7 @@ def record(out, monkeypatch):
         kept["sizes"] = len(rest[0]), len(rest[1]), len(rest[2])
         kept["weights"].append([p.detach().clone() for p in net.parameters()])
         kept["net"] = net
-        return train_crae.crae(net, *rest, **kwargs, select="marginal", eta=1.0)
+        return train_crae.crae(net, *rest, **kwargs, select="marginal", eta=1.0, aux="upright")
 
     def measure(net, ema, *rest):
         kept["evaluated"].append([{k: v.clone() for k, v in m.state_dict().items()} for m in (net, ema)])
@@ -210,12 +210,13 @@ def test_a_term_that_is_not_finite_is_named_with_its_step_and_never_saved(hooked
 
     def diverge(model, *rest, **kwargs):
         terms = real(model, *rest, **kwargs)
-        return terms | dict(rotation=terms["rotation"] * (float("inf") if kwargs["step"] >= 5 else 1.0))
+        factor = float("inf") if kwargs["step"] >= 5 else 1.0
+        return terms | dict(rotation_labeled=terms["rotation_labeled"] * factor)
 
     monkeypatch.setattr(train_crae, "crae", diverge)
     _, train = hooked
     for minutes, last in (10.0, 4), (1e-9, 5):                  # at the next evaluation, or at the next save
-        with pytest.raises(cli.Refused, match="loss_rotation is not finite at step 6"):
+        with pytest.raises(cli.Refused, match="loss_rotation_labeled is not finite at step 6"):
             train(out=str(tmp_path / f"run{last}"), save_minutes=minutes)
         saved = torch.load(tmp_path / f"run{last}" / "last.pt", weights_only=True)
         assert saved["run"]["step"] == last and all(v.isfinite().all() for v in saved["net"].values())
@@ -301,7 +302,7 @@ def test_precision(tmp_path, monkeypatch, precision, dtype):
 def test_a_compiled_network_trains_like_the_other_and_is_saved_without_traces(tmp_path):
     flags = dict(plus=True, steps=3, **QUICK)
     rows = [train_crae.train(**flags, compile=c, out=str(tmp_path / str(c))) for c in (False, True)]
-    for name in "loss_class", "loss_rotation", "loss_ext1":
+    for name in "loss_class", "loss_rotation_labeled", "loss_rotation_unlabeled", "loss_ext1":
         assert rows[0][name] == pytest.approx(rows[1][name], rel=1e-3)
     saved = [torch.load(tmp_path / str(c) / "last.pt", weights_only=True)["net"] for c in (False, True)]
     assert saved[0].keys() == saved[1].keys()
