@@ -4,8 +4,8 @@
     x, z = rotate4(x)                                   # (4N, 3, S, S), (4N,)
     logits = model(scale(x))                            # float32 in [-1, 1]
 
-Images stay on the device, and nothing loops over them. Each image has its own draws. They are made for the
-whole batch, even if several processes share it (see distributed.py).
+Images stay on the device, and nothing loops over them. Random numbers are drawn per image, and for the whole
+batch even if several processes share it (see distributed.py).
 """
 import torch
 import torch.nn.functional as F
@@ -117,7 +117,7 @@ def strong_augment(x, gen):
 
     x is (N, 3, S, S) uint8, and so is the result. The operations and their ranges are those of FixMatch's
     table. We always apply both operations (FixMatch's code skips each with probability 1/2), and we fill the
-    area that a move uncovers with grey. Every operation is computed for the whole batch and kept for those
+    area that a move uncovers with grey. Every operation is computed for the whole batch and kept for the
     images that drew it: an index whose length varies between steps would make the GPU wait for the CPU.
     """
     for _ in range(2):
@@ -166,7 +166,7 @@ def move(x, op, u):
 
 
 def cutout(x, gen):
-    """FixMatch: replace a square anywhere in the image by grey. Its side is up to half the image size."""
+    """FixMatch: replace a square anywhere in the image with grey. Its side is up to half the image size."""
     N, _, S, _ = x.shape
     size, row, col = (S * distributed.rand(N, 1, gen=gen, device=x.device) for _ in range(3))   # (N, 1) each
     pixel = torch.arange(S, device=x.device) + 0.5      # the centre of each pixel

@@ -1,4 +1,4 @@
-"""Speed of a CRAE+ step and of its parts, in microseconds per image, and its memory, all from one run.
+"""Measure the speed of a CRAE+ step and of its parts, in microseconds per image, and its memory.
 
     python benchmark.py                                         WRN-28-2 at 32 pixels, 64 + 64 images per step
     python benchmark.py --arch wrn-10-1 --batch 16
@@ -11,7 +11,7 @@ FLAGS = {
     "arch": (str, "wrn-28-2", "wrn-<depth>-<width> or resnet50v2"),
     "classes": (int, 10, "number of classes and of rotation heads"),
     "image_size": (int, 32, "size in pixels"),
-    "batch": (int, 64, "labelled images per step, and as many unlabelled ones"),
+    "batch": (int, 64, "labelled images per step, plus as many unlabelled ones"),
     "repeats": (int, 5, "measurements of each part; the median is shown"),
     "device": cli.RUN_FLAGS["device"],
     "folder": (str, None, "folder of images (train/<class>/*): also measure batches from memory and disk"),

@@ -1,8 +1,8 @@
-"""A strict command line on top of Fire. Without torch or numpy, so a mistyped flag is reported at once.
+"""A strict command line on top of Fire. It imports neither torch nor numpy, so it reports typos at once.
 
 A script declares its flags as a table, name: (type, default, help). The type is bool, int, float, str,
-`count`, a tuple of choices, a dict of choices and the values that they stand for, or a list such as [int] for
-values separated by commas. The same table checks calls from Python:
+`count`, a tuple of choices, a dict that maps choices to values, or a list such as [int] for comma-separated
+values. The same table checks calls from Python:
 
     FLAGS = {"run": (str, WORD, "folder of a run"), "steps": (int, None, "training steps")}
 
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 
 import fire
 
-WORD, WORDS = "<word>", "<words>"       # defaults of positional words: exactly one, or all that remain
+WORD, WORDS = "<word>", "<words>"       # mark positional words: exactly one, or all that remain
 WIDTH = 110                             # columns of the help text
 
 
@@ -42,7 +42,7 @@ class Stopped(KeyboardInterrupt):
 
 
 def reason(error):
-    """Why an operation failed, in one short line: the operating system's words where there are any."""
+    """Why an operation failed, in one short line: the operating system's message if there is one."""
     causes = (error, error.__context__, error.__cause__)
     system = next((e for e in causes if getattr(e, "strerror", None)), None)
     text = system.strerror if system else str(error) or type(error).__name__
@@ -53,19 +53,19 @@ def reason(error):
 
 
 def count(value):
-    """The type of --labels: a whole number, or a share such as "10%"."""
+    """The type of --labels: a whole number, or a percentage such as "10%"."""
     return isinstance(value, numbers.Integral) or bool(re.fullmatch(r"\d+(\.\d+)?%", str(value), re.ASCII))
 
 
 DATASET_FLAGS = {
     "dataset": (str, "digits", """\
 digits (embedded), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloaded),
-imagenet (ILSVRC-2012: --data_dir contains train/<wnid>/* and val/<wnid>/*, or the archives),
+imagenet (ILSVRC-2012: --data_dir has train/<wnid>/* and val/<wnid>/*, or the archives),
 a file my.npz (keys train_images, train_labels, test_images, test_labels;
 optional: unlabeled_images, val_images, val_labels)
 or a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)"""),
     "labels": (count, None, """\
-number of labelled images to draw from the training set, or a share of it such as 10%
+number of labelled images to draw from the training set, or a percentage of it such as 10%
 (default: the preset's number; for your own data, all training images are labelled).
 imagenet: 1% and 10% are the paper's 13,762 and 128,866 images"""),
     "labels_file": (str, None, "file with the names of the labelled images, one per line "
@@ -76,7 +76,7 @@ imagenet: 1% and 10% are the paper's 13,762 and 128,866 images"""),
 NETWORK_FLAGS = {
     "arch": (str, None, "wrn-<depth>-<width>, for example wrn-28-2, or resnet50v2 (default: the preset's)"),
     "steps": (int, None, "training steps (default: the preset's)"),
-    "batch": (int, None, "labelled images per step over all processes, and as many unlabelled ones "
+    "batch": (int, None, "labelled images per step over all processes, plus as many unlabelled ones "
                          "(default: the preset's)"),
     "lr": (float, None, "learning rate (default: the preset's)"),
     "weight_decay": (float, None, "weight decay on conv and dense kernels, decoupled for Adam, L2 for SGD "
@@ -104,8 +104,8 @@ RUN_FLAGS = {
                            "(default: only if they do not fit into memory)"),
     "workers": (int, None, "processes that read images from disk (default: one per CPU core)"),
     "skip_broken": (bool, False, "continue without images that cannot be read, and print how many there are"),
-    "resume": (bool, False, "continue the run in its folder; "
-                              "start it if there is none, reprint it if it is finished"),
+    "resume": (bool, False, "continue the run in its folder; if there is none, start it; "
+                            "if it is finished, print its result again"),
 }
 
 
@@ -113,7 +113,7 @@ RUN_FLAGS = {
 
 
 def from_text(text, kind):
-    """A value of the flag's type, or the text itself if it is not one."""
+    """Convert text to the flag's type. Returns the text itself if that is not possible."""
     if isinstance(kind, list):
         return [from_text(part, kind[0]) for part in text.split(",")]
     if is_switch(kind):
@@ -129,7 +129,7 @@ def from_text(text, kind):
 
 
 def is_switch(kind):
-    """Whether --name and --noname are possible: bool, and choices for which True and False are short."""
+    """Whether --name and --noname are allowed: for bool, and for choices that accept True and False."""
     return kind is bool or isinstance(kind, dict)
 
 
@@ -154,7 +154,7 @@ def expected(kind):
     if isinstance(kind, (tuple, dict)):
         return "one of " + ", ".join(choice for choice in kind if isinstance(choice, str))
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text",
-            count: "a whole number or a share such as 10%"}[kind]
+            count: "a whole number or a percentage such as 10%"}[kind]
 
 
 def plain(value, kind):
@@ -169,7 +169,7 @@ def plain(value, kind):
 
 
 def check(given, flags):
-    """All values of a call: those given, checked, and the defaults of the others. Raises Refused."""
+    """Check the given values. Returns them with the defaults of all other flags, or raises Refused."""
     for name, value in given.items():
         if name not in flags:
             close = difflib.get_close_matches(name, flags, n=1)
@@ -189,7 +189,7 @@ def check(given, flags):
 
 
 def kind_of(name, flags):
-    """The type of a flag. The remaining words are a list."""
+    """The type of a flag. A flag that takes all remaining words is a list."""
     kind, default, _ = flags[name]
     return [kind] if default is WORDS else kind
 
@@ -199,7 +199,7 @@ def label(name, default):
 
 
 def strict(flags):
-    """Decorator: the function is called with every flag of the table, checked, as a keyword argument."""
+    """Decorator: check the arguments, then call the function with every flag as a keyword argument."""
     words = [name for name, (_, default, _) in flags.items() if default is WORD]
     rest = next((name for name, (_, default, _) in flags.items() if default is WORDS), None)
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
@@ -227,7 +227,7 @@ def strict(flags):
 
 
 def parse(flags, doc, argv=None):
-    """The words and flags of the command line, checked. Exits after --help, or with a one-line error."""
+    """Parse and check the command line. Returns the given values; exits after --help or on an error."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))      # Ctrl-C while torch is imported: no traceback
     argv = sys.argv[1:] if argv is None else argv
     if "--help" in argv or "-h" in argv:
@@ -245,10 +245,10 @@ def parse(flags, doc, argv=None):
 
 
 def read_argv(argv, flags):
-    """The values given in argv. Fire alone would call the function before it reports a mistyped flag."""
+    """Read the values from argv. Fire alone would call the function before it reports a mistyped flag."""
     if any(re.search(r"[\x00-\x1f\x7f\x85\u2028\u2029]", word) for word in argv):
         raise Refused("a flag contains a control character, such as a line break")
-    if "-" in argv or "--" in argv:                             # Fire uses them for itself
+    if "-" in argv or "--" in argv:                             # Fire has its own meaning for them
         raise Refused("a lone - or -- is not a flag; --help lists the flags")
     words, texts = [], {}
 
@@ -284,7 +284,7 @@ def read_argv(argv, flags):
 
 
 def help_text(flags):
-    """The usage, one entry per flag."""
+    """The text that --help prints: the usage, then one entry per flag."""
     words = [name.upper() for name, (_, default, _) in flags.items() if default is WORD]
     words += [f"[{name.upper()} ...]" for name, (_, default, _) in flags.items() if default is WORDS]
     lines = [" ".join(["Usage:", *words, "[--flag value ...]"]),
@@ -293,7 +293,9 @@ def help_text(flags):
     for name, (_, default, text) in flags.items():
         if default is True:
             text += f" (default: on; --no{name} turns it off)"
-        elif not (default is None or default is False or default in (WORD, WORDS)):
+        elif default is False:
+            text += " (default: off)"
+        elif default is not None and default not in (WORD, WORDS):
             shown = ",".join(map(str, default)) if isinstance(default, list) else default
             text += f" (default: {shown})"
         paragraphs = [textwrap.wrap(line, WIDTH - 18, subsequent_indent=line[:len(line) - len(line.lstrip())])
@@ -332,13 +334,13 @@ def run(function, arguments):
 
 
 def of_process():
-    """A prefix for messages of all processes but the first."""
+    """The prefix of a message from any process other than the first."""
     distributed = sys.modules.get("distributed")
     return f"process {distributed.rank()}: " if distributed and distributed.rank() else ""
 
 
 def lost_process(error):
-    """Whether a RuntimeError means that another process of the run has gone."""
+    """Whether a RuntimeError means that another process of the run has died."""
     distributed = sys.modules.get("distributed")
     return (distributed and distributed.world() > 1
             and re.search("(?i)gloo|nccl|connection|peer", str(error)) is not None)

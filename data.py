@@ -61,7 +61,7 @@ def refuse_folder_flags(dataset, labels_file=None, stream=None, crop="pad", **ot
     for flag, value in given.items():
         if value:
             raise cli.Refused(f"{flag}: only applies to image folders and imagenet, not to "
-                              f"--dataset {dataset}; leave it out")
+                              f"--dataset {dataset}; omit it")
 
 
 def load_arrays(dataset, data_dir):
@@ -201,7 +201,7 @@ def read_npz(path):
     try:
         with np.load(path, allow_pickle=False) as file:         # never run code from the file
             arrays = {key: file[key] for key in file.files}
-    except Exception as error:                                  # numpy raises many kinds for damaged files
+    except Exception as error:                                  # numpy raises many types for damaged files
         raise cli.Refused(f"--dataset {path}: cannot be read as an .npz file of plain arrays "
                           f"({cli.reason(error)}); write it with numpy.savez")
     if "train_images" not in arrays or "train_labels" not in arrays:
@@ -245,11 +245,11 @@ def class_numbers(path, part, y, classes, n):
 
 
 def make_split(labels, parts, n_labels, validation, seed, s4l=False):
-    """labeled, unlabeled, validation and test as index arrays; the split depends on its seed only.
+    """labeled, unlabeled, validation and test as index arrays; the split depends only on the seed.
 
     MixMatch's protocol: labelled images follow the class distribution. Neither they nor the validation images
     are among the unlabelled images.
-    n_labels: a number, a share of the training images such as "10%", or None: all of them are labelled.
+    n_labels: a number, a percentage of the training images such as "10%", or None: all are labelled.
     parts["labeled"]: if present, these are the labelled images, and none are drawn.
     s4l: S4L's protocol for ImageNet: draw regardless of class; the unlabelled images are all training images.
     """
@@ -275,14 +275,14 @@ def make_split(labels, parts, n_labels, validation, seed, s4l=False):
     most = len(rest) - (0 if len(extra) else 1)                 # leave at least one unlabelled image
     if n_labels > most:
         raise cli.Refused(f"--labels {n_labels}: too many for {len(train)} training images, "
-                          f"{len(train) - len(rest)} of them for validation; give at most {most}")
+                          f"{len(train) - len(rest)} of which are for validation; give at most {most}")
     if listed is None:
         labeled, rest = sample(labels, rest, n_labels, rng, at_least=1, uniform=s4l)
     else:
         labeled, rest = listed, np.setdiff1d(rest, listed)
     if len(np.unique(labels[labeled])) < num_classes and not s4l:
-        raise cli.Refused(f"--labels {n_labels}: some class has no labelled image; give more labels, or list "
-                          "images of every class in --labels_file")
+        raise cli.Refused(f"--labels {n_labels}: at least one class has no labelled image; give more labels, "
+                          "or list images of every class in --labels_file")
     unlabeled = np.concatenate([train if s4l else rest, extra])
     return dict(labeled=labeled, unlabeled=unlabeled, validation=held_out, test=test)
 
@@ -311,7 +311,7 @@ def count_labels(n_labels, n_train, listed):
     """The number of labelled images; None: all."""
     if listed is not None:
         return len(listed)
-    if isinstance(n_labels, str):                               # a share such as "10%"
+    if isinstance(n_labels, str):                               # a percentage such as "10%"
         return round(float(n_labels.rstrip("%")) / 100 * n_train)
     return n_labels
 
@@ -374,7 +374,7 @@ def batch_indices(index, batch, step, seed, stream):
 
 
 def plan_batches(index, batch, unlabeled, steps, seed, rank, world, parts):
-    """Per step and part of this process's share: step, i_l, i_u, and their places in the whole batch."""
+    """Yield step, i_l, i_u and their places in the whole batch, per step and part of this process's share."""
     for step in steps:
         i_l = batch_indices(index["labeled"], batch, step, seed, "labeled")
         i_u = batch_indices(index["unlabeled"], unlabeled, step, seed, "unlabeled")
@@ -384,7 +384,7 @@ def plan_batches(index, batch, unlabeled, steps, seed, rank, world, parts):
 
 
 def training_batches(images, labels, index, batch, unlabeled, steps, seed, rank, world, parts):
-    """x_l, y_l, x_u for every step and every part of this process's share, on the device of `labels`.
+    """Yield x_l, y_l, x_u for every step and part of this process's share, on the device of `labels`.
 
     batch and unlabeled: the numbers of labelled and unlabelled images per step, over all processes and parts.
     """
@@ -401,7 +401,7 @@ def training_batches(images, labels, index, batch, unlabeled, steps, seed, rank,
 
 
 def test_batches(images, index, size, device):
-    """The images of an index as at test time: pairs of x (n, 3, S, S), n <= size, and their index."""
+    """The images of an index as at test time: pairs of x (n, 3, S, S), n <= size, and their indices."""
     chunks = [i for i in index.split(size) if len(i)]           # a process may have no images
     if isinstance(images, torch.Tensor):
         return ((images[i].to(device), i) for i in chunks)

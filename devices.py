@@ -16,9 +16,9 @@ from models import frozen_bn
 
 
 def select(device, deterministic=False):
-    """The name of the device, set up for speed or for reproducible bits. None means a GPU if there is one.
+    """Set up the device for speed or, if `deterministic`, for reproducible results. Returns its name.
 
-    Under torchrun, each process gets the GPU of its local rank.
+    None means a GPU if there is one. Under torchrun, each process gets the GPU of its local rank.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device != "cpu" and int(os.environ.get("WORLD_SIZE", 1)) > 1:
@@ -50,7 +50,7 @@ def synchronize(device):
 
 
 def autocast(device, precision=None):
-    """Returns a function that makes the autocast context of a forward pass. None: bf16 on GPUs, else fp32."""
+    """Returns a function that creates an autocast context. precision None: bf16 on GPUs, fp32 elsewhere."""
     kind = torch.device(device).type
     precision = precision or ("bf16" if kind == "cuda" else "fp32")
     return partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
@@ -70,7 +70,7 @@ def free_memory(device):
     try:
         with open("/proc/meminfo") as file:
             free = next(1024 * int(line.split()[1]) for line in file if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):                            # not Linux: take all physical memory
+    except (OSError, StopIteration):                            # not Linux: count all physical memory
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:                                                        # a container or Slurm may allow less
         limit, used = (int(Path("/sys/fs/cgroup", name).read_text())
@@ -83,7 +83,7 @@ def free_memory(device):
 def warn_of_memory(net, objective, size, config, *, unlabeled, augment, gen):
     """Print a note before the first step if a step would not fit into memory.
 
-    What a step keeps for its backward pass is counted on a few images and scaled up.
+    The memory that a step keeps for its backward pass is measured on a few images and scaled up.
     """
     device, autocast_on = gen.device, autocast(gen.device, config["precision"])
     labeled = config["batch"] // (distributed.world() * config["accumulate"])   # labelled images per pass
@@ -130,11 +130,11 @@ def kept_for_backward(model, forward):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            result = forward(n)                                 # keep it alive, or its memory is used twice
+            result = forward(n)                                 # keep it alive, or its memory may be reused
         del result
         return sum(size for place, size in sizes.items() if place not in weights)
 
-    two, four = kept(2), kept(4)                                # with autocast's copies of the weights
+    two, four = kept(2), kept(4)                                # includes autocast's copies of the weights
     return two - (four - two), (four - two) / 2
 
 
@@ -142,11 +142,11 @@ def kept_for_backward(model, forward):
 
 
 def step_flops(build, config, num_classes, image_size):
-    """FLOPs of one training step: convolutions and matrix products, forward and backward, of the whole batch.
+    """FLOPs of one training step: convolutions and matrix products, forward and backward, whole batch.
 
     build(config, num_classes) returns the network, the objective and the arguments of training.fit, as in the
     training scripts. Nothing is computed: the tensors are fake. (The meta device has no autocast, which some
-    objectives use.) Augmentation has no FLOPs of this kind worth counting, so there is none.
+    objectives use.) Augmentation is left out, because it has hardly any FLOPs of this kind.
     """
     with FakeTensorMode():
         net, objective, loop = build(config, num_classes)
@@ -159,7 +159,7 @@ def step_flops(build, config, num_classes, image_size):
     return counter.get_total_flops()
 
 
-# We chose images per measurement that keep a device busy: 64 and 4096 of 32 x 32 pixels.
+# Pixels per measurement; we chose enough to keep a device busy: 64 and 4096 images of 32 x 32 pixels.
 RATE_PIXELS = dict(cpu=2 ** 16, cuda=2 ** 22)
 
 
@@ -187,4 +187,4 @@ def flop_rate(net, config, image_size, seconds=3):
         before = time.perf_counter()
         forward_and_backward()
         times.append(time.perf_counter() - before)
-    return counter.get_total_flops() / min(times)               # other programs disturb the fastest least
+    return counter.get_total_flops() / min(times)               # the pass least disturbed by other programs

@@ -1,8 +1,8 @@
-"""torchrun: several processes train one model. Without it there is one process, and all of this does nothing.
+"""torchrun: several processes train one model. Without it, there is one process and nothing to communicate.
 
 Every process holds the same weights and trains on its share of each batch; only the first writes and prints.
-A batch is shared out among processes, and among parts (--accumulate) within a process. Random numbers are
-drawn for the whole batch and each part keeps its own rows, so n processes see what one process would see.
+A batch is split across processes, and within a process into parts (--accumulate). Random numbers are drawn
+for the whole batch and each part keeps its own rows, so n processes see what one process would see.
 """
 import functools
 import os
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-# Every use of randomness has a stream of its own; a stream and a step determine all its numbers.
+# Every use of randomness has its own stream. Seed, stream and step determine all numbers.
 STREAMS = dict(split=0, labeled=1, unlabeled=2, training=3, sample=4, crops=5)
 
 
 def seed_of(seed, stream, *place):
-    """One number from (seed, stream, step): the randomness of a step does not depend on earlier steps."""
+    """A seed derived from (seed, stream, step), so that a step does not depend on earlier ones."""
     return int(np.random.SeedSequence((seed, STREAMS[stream], *place)).generate_state(1)[0])
 
 
@@ -65,9 +65,9 @@ def hide_bar():
 
 
 def agree(*numbers):
-    """The largest value of each number over all processes, so that all of them act alike.
+    """The largest value of each number over all processes, so that all of them decide alike.
 
-    The exchange runs on the CPU, so nobody waits for a GPU.
+    The exchange runs on the CPU, so no process waits for a GPU.
     """
     if world() == 1:
         return numbers
@@ -89,7 +89,7 @@ def total(x):
 
 
 def average_bn(net):
-    """Replace the BN statistics of each process by their mean over all of them, as after one joint update."""
+    """Replace the BN statistics of each process with their mean over all processes, as in a joint update."""
     if world() > 1:
         buffers = [b for b in net.buffers() if b.is_floating_point()]
         means = total(torch.cat([b.flatten() for b in buffers])) / world()
@@ -98,19 +98,19 @@ def average_bn(net):
 
 
 def parallel(net):
-    """The module to call in training: DDP around the network if there are several processes."""
+    """The module to call in training: the network, wrapped in DDP if there are several processes."""
     if world() == 1:
         return net
     return DistributedDataParallel(net, forward_sync_buffers=False, gradient_as_bucket_view=True)
 
 
 def sync_gradients(model, when):
-    """Context of a backward pass: in DDP, gradients are only exchanged after the last part of a batch."""
+    """Context for a backward pass: in DDP, gradients are only exchanged after the last part of a batch."""
     return nullcontext() if when or not isinstance(model, DistributedDataParallel) else model.no_sync()
 
 
 def first_process_only(write):
-    """Decorator for functions that write to the folder of a run."""
+    """Decorator for functions that write to the run folder."""
     @functools.wraps(write)
     def maybe(*args, **kwargs):
         if rank() == 0:
@@ -125,7 +125,7 @@ _share = (0, 1, 0, 1)                   # this process, number of processes, thi
 
 @contextmanager
 def share_of_batch(rank, world, part, parts):
-    """Inside, tensors hold one part of one process's share of a batch; draws are made for the whole batch."""
+    """Inside, tensors hold one part of a process's share of a batch; draws are made for the whole batch."""
     global _share
     before, _share = _share, (rank, world, part, parts)
     try:
@@ -148,7 +148,7 @@ def local_rows(drawn, sizes=None):
     """The rows for the local images, out of those drawn for the whole batch.
 
     A batch consists of one or more sets (for example the rotations of labelled and of unlabelled images), and
-    each set is shared out by itself. `sizes` are the local sizes of the sets; None means one set.
+    each set is split separately. `sizes` are the local sizes of the sets; None means one set.
     """
     rank, world, part, parts = _share
     return rows_of_share(drawn, sizes, rank * parts + part, world * parts)
@@ -169,7 +169,7 @@ def gathered_size(n):
 
 
 def all_gather(x, sizes=None):
-    """x of all processes as one batch, in the order that a single process would have. Carries no gradient."""
+    """Gather x from all processes, in the order that a single process would have. Carries no gradient."""
     world = _share[1]
     if world == 1:
         return x
@@ -186,7 +186,7 @@ def gather_rows(x, order, sizes=None):
     return all_gather(x, sizes)[rows_of_share(order, sizes, rank, world)]
 
 
-# ---------------------------------------------------------------- draws for a batch that is shared out
+# ---------------------------------------------------------------- draws for a batch that is split
 # n is the number of local images. Every draw is made for the whole batch, and the local rows are returned.
 
 

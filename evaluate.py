@@ -14,8 +14,8 @@ FLAGS = {
 test      test error, error per class, confusion matrix and calibration; with more than
           ten classes also the top-5 error; written to RUN/evaluation/
 predict   the class of each image; written to predictions.csv with the columns file,
-          class, probability, error. A file that cannot be read, or a link that leaves its
-          folder, gets an error there, and the exit code is 1
+          class, probability, error. If a file cannot be read, or a link leaves its folder,
+          the last column gives the reason, and the exit code is 1
 export    a torch.export program, RUN/model.pt2: torch.export.load(...).module() maps uint8
           RGB images (N, 3, S, S) to logits (N, C) for any N; its extra file classes.json
           contains the names of the classes
@@ -76,7 +76,7 @@ def use_model(what, run, images, image, out, data_dir, batch, device):
 
 
 def check_flags(what, images, image, out, batch):
-    """Refuse what can be refused before anything is loaded."""
+    """Refuse bad flags before anything is loaded."""
     if batch < 1:
         raise cli.Refused(f"--batch {batch}: must be 1 or more")
     if images and what != "predict":
@@ -84,7 +84,7 @@ def check_flags(what, images, image, out, batch):
     if image is not None and what != "explain":
         raise cli.Refused(f"--image {image}: is for explain only")
     if out and what not in ("predict", "explain"):
-        raise cli.Refused(f"--out {out}: is for predict and explain; {what} writes to the folder of the run")
+        raise cli.Refused(f"--out {out}: is for predict and explain; {what} writes to the run folder")
     if out and what == "explain" and not out.endswith(".png"):
         raise cli.Refused(f"--out {out}: must end in .png")
     if what == "predict" and not images:
@@ -104,7 +104,7 @@ def load_model(run):
         net = models.make_model(saved["arch"], len(saved["classes"]), rot_heads=0, aux=False)
         net.load_state_dict(saved["state"])
         if not {"method", "image_size", "crop"} <= saved.keys():
-            raise ValueError("not a file of this repository")
+            raise ValueError("not written by this repository")
     except Exception as error:                  # torch raises many types for damaged files
         raise cli.Refused(f"RUN {run}: model.pt cannot be read ({cli.reason(error)})")
     if saved["method"] == "rotation":
@@ -120,7 +120,7 @@ def load_test_set(saved, run, data_dir, device):
         config |= dict(device=device, data_dir=data_dir or config["data_dir"])
         with np.load(run / "split.npz", allow_pickle=False) as split:
             index = torch.as_tensor(split["test"])
-    except Exception as error:                  # a file is missing or damaged, or not of this repository
+    except Exception as error:                  # a file is missing or damaged, or not from this repository
         raise cli.Refused(f"RUN {run}: config.json or split.npz cannot be read ({cli.reason(error)})")
     images, labels, parts, classes = run_folder.load_images(config)
     if classes != saved["classes"] or data.fingerprint(images, labels, parts) != config.get("data"):
@@ -129,7 +129,7 @@ def load_test_set(saved, run, data_dir, device):
 
 
 def make_evaluation(run):
-    """Create the folder of a run for results, and return it."""
+    """Create evaluation/ in the run folder, and return it."""
     try:
         (run / "evaluation").mkdir(exist_ok=True)
     except OSError as error:
@@ -180,7 +180,7 @@ def score(p, y):
 
 
 def calibration_error(confidence, right):
-    """Guo et al. 2017: |accuracy - mean confidence| in BINS bins of equal width, weighted by their images."""
+    """Guo et al. 2017: |accuracy - mean confidence| in BINS bins of equal width, weighted by image counts."""
     which = (confidence * BINS).ceil().long().clamp(1, BINS) - 1                # bins (a, b]
     gap = torch.zeros(BINS, dtype=torch.float64).index_add_(0, which, right.double() - confidence.double())
     return (gap.abs().sum() / len(right)).item()
@@ -234,7 +234,7 @@ def predict(net, saved, arguments, out, batch, device):
     except OSError as error:
         raise cli.Refused(f"--out {out}: cannot be written ({error.strerror})")
     good = len(files) - failed
-    unread = f", {failed} could not be read (see the column error)" if failed else ""
+    unread = f", {failed} could not be read (see the error column)" if failed else ""
     print(f"{out}: {good} image{'' if good == 1 else 's'} predicted{unread}")
     if failed:
         raise cli.Refused(f"{failed} of {len(files)} files could not be read; {out} lists the reasons")
@@ -363,7 +363,7 @@ def load_with_heads(saved, run):
         config = json.loads((run / "config.json").read_text())
         heads = config["resolved"]["rotation_heads"]
         conditional = heads == C and config.get("select") in ("marginal", "detach")
-    except Exception as error:                  # a file is missing or damaged, or not of this repository
+    except Exception as error:                  # a file is missing or damaged, or not from this repository
         raise cli.Refused(f"RUN {run}: config.json cannot be read ({cli.reason(error)})")
     if not conditional:
         raise cli.Refused(f"RUN {run}: its method {saved['method']} has no class-conditional rotation heads; "

@@ -1,4 +1,4 @@
-"""Image files on disk: list a folder, check and decode its files, or read them anew at every step.
+"""Image files on disk: list a folder, check and decode its files, or read them at every step.
 
     images, pieces, classes = load_folder(Path("my_folder"), image_size=32, skip_broken=False)
 
@@ -92,7 +92,7 @@ def try_files(read, pieces, root, skip_broken):
     """Call read(part, i, file) for every file. Returns {part: boolean array, true where that succeeded}.
 
     Files that cannot be read are listed; then they are skipped, or the dataset is refused. Threads suffice,
-    because PIL releases Python's lock while it decodes.
+    because PIL releases the GIL while it decodes.
     """
     def attempt(job):
         try:
@@ -131,7 +131,7 @@ def stays_on_disk(pieces, image_size, crop, stream, device):
     fits = 2 * size < min(free, in_ram)                 # we leave half of the memory to the network
     if stream is False and crop == "resized":
         raise cli.Refused("--nostream: --crop resized needs the original files, not images in memory; "
-                          "leave out --nostream or give --crop pad")
+                          "omit --nostream or give --crop pad")
     on_disk = crop == "resized" or (not fits if stream is None else stream)
     print(f"{'images are read from disk at every step' if on_disk else 'all images are held in memory'} "
           f"({size / 2 ** 30:.2f} GiB at {image_size} pixels, {free / 2 ** 30:.1f} GiB free; --crop {crop})")
@@ -155,7 +155,7 @@ def list_folder(root):
         if found != classes:
             differ = ", ".join(sorted(set(found) ^ set(classes)))
             raise cli.Refused(f"--dataset {root}: the class folders of train/ and {name}/ differ: {differ}; "
-                              "both must have the same")
+                              "both must have the same classes")
         pieces[part] = files, labels
     if (root / "unlabeled").is_dir():
         files = list_images(root / "unlabeled")
@@ -276,7 +276,7 @@ def refuse_thin(image, short):
 
 
 def open_rgb(file):
-    """An image of any mode as RGB, turned upright as its EXIF data says: we predict rotations."""
+    """An image of any mode as RGB, turned upright as its EXIF data says, because we predict rotations."""
     with Image.open(file) as image:
         image = ImageOps.exif_transpose(image)
         if image.mode[0] in "IF":                       # 16 or 32 bits: PIL's conversion would clip at 255
@@ -341,7 +341,7 @@ class Files(Dataset):
         return torch.from_numpy(pixels.copy())          # (S, S, 3)
 
     def batches(self, plan, device):
-        """Batches (n, 3, S, S) on the device for an iterable of lists of items, in its order.
+        """Batches (n, 3, S, S) on the device for an iterable of lists of items, in the same order.
 
         While one batch is used, the next is copied to the device, and workers read those that follow.
         """
@@ -376,7 +376,7 @@ def ready(x, side):
 
 
 def start_worker(worker):
-    """Workers ignore Ctrl-C, which reaches them too: the process that they read for ends them."""
+    """Workers ignore Ctrl-C, which reaches them too: the process that they read for stops them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in signal.SIGTERM, signal.SIGUSR1:
         signal.signal(number, signal.SIG_DFL)
@@ -384,5 +384,5 @@ def start_worker(worker):
 
 
 def default_workers():
-    """We start one worker per CPU core and divide them among the processes of this machine."""
+    """Our choice: one worker per CPU core, divided among the processes on this machine."""
     return max(1, devices.cores() // distributed.processes_here())

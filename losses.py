@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 
 def wide(x):
-    """x in float32, or in float64 if it is."""
+    """Convert x to float32; float64 stays as it is."""
     return x if x.dtype == torch.float64 else x.float()
 
 

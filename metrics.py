@@ -1,7 +1,7 @@
 """The measurements at each evaluation: errors, rotation accuracy and the diversity matrix.
 
-Counts stay on the device. They are read back once per set of images, because after each batch a GPU would
-have to wait for the CPU.
+Counts stay on the device. They are read back once per set of images, because a GPU would have to wait for
+the CPU if they were read after each batch.
 """
 import torch
 
@@ -16,7 +16,7 @@ SAMPLE = 10_000                         # unlabelled images to measure at an eva
 
 
 def sample_of_unlabeled(labels, unlabeled, seed):
-    """At most SAMPLE unlabelled images, the same at every evaluation; with known classes if there are any."""
+    """At most SAMPLE unlabelled images, the same at every evaluation; of known class if there are any."""
     known = unlabeled[(labels.to(unlabeled.device)[unlabeled] >= 0)]
     pool = known if len(known) else unlabeled
     gen = torch.Generator().manual_seed(distributed.seed_of(seed, "sample", 0))

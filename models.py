@@ -27,8 +27,8 @@ class WideBlock(nn.Module):
         self.conv1 = nn.Conv2d(c_in, c_out, 3, stride, padding=1)
         self.bn2 = nn.BatchNorm2d(c_out, eps=1e-3, momentum=bn_momentum)
         self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1)
-        # forward() slices the input because oneDNN's strided 1x1 convolution has wrong gradients on CPUs
-        # below 8 or 16 channels (oneDNN issue 6035: it writes past its buffer).
+        # forward() slices the input because, on CPUs, oneDNN's strided 1x1 convolution has wrong gradients
+        # for fewer than 8 or 16 channels (oneDNN issue 6035: it writes past its buffer).
         self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x):
@@ -164,7 +164,7 @@ def check_arch(arch):
     if depth < 10 or (depth - 4) % 6:
         raise cli.Refused(f"--arch {arch}: the depth of a WideResNet must be 6n + 4, "
                           "that is 10, 16, 22, 28, ...")
-    if not 0 < width <= 100 or depth > 1000:                    # we chose limits beyond any machine
+    if not 0 < width <= 100 or depth > 1000:                    # our choice: beyond what any machine can do
         raise cli.Refused(f"--arch {arch}: the width must be above 0 and at most 100, the depth at most 1000")
 
 
@@ -181,7 +181,7 @@ def classifier_state(net):
 
 @contextmanager
 def frozen_bn(model):
-    """Inside, BN normalises by the statistics of the batch but does not update the running statistics."""
+    """Inside, BN normalises with the statistics of the batch and does not update the running statistics."""
     layers = bn_layers(model)
     for m in layers:
         m.track_running_stats = False                           # in training mode, BN ignores its buffers
@@ -194,9 +194,9 @@ def frozen_bn(model):
 
 @torch.no_grad()
 def average_bn_over(batches, model):
-    """Replace the running statistics by their means over some batches.
+    """Replace the running statistics with their means over some batches.
 
-    The same numbers as torch's update_bn, which would make a GPU wait for the CPU at each layer.
+    Gives the same numbers as torch's update_bn, which would make a GPU wait for the CPU at each layer.
     """
     layers = bn_layers(model)
     before = [m.momentum for m in layers]

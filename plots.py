@@ -1,13 +1,13 @@
 """Every figure of the repository. Each function takes numbers, not runs, and writes one PNG file.
 
-    plot_curve            errors of one run over its steps (curve.png in the folder of a run)
+    plot_curve            errors of one run over its steps (curve.png in the run folder)
     plot_confusion        confusion matrix of a classifier (evaluate.py test)
     plot_method           CRAE on one image, from left to right (evaluate.py explain)
-    plot_labels           error against the number of labelled images (report.py, as all figures below)
+    plot_labels           error against the number of labelled images (report.py, like all figures below)
     plot_curves           error curves of several methods
     plot_diversity        unlabelled error over the epochs, and the diversity matrix at some of them
     plot_diversity_pair   the final diversity matrices of CRAE and CRAE+
-    plot_rotation_dim     accuracy against the dimension in front of the rotation heads
+    plot_rotation_dim     accuracy against the feature dimension before the rotation heads
 
 This is the only file that imports matplotlib. It does not use pyplot, so it needs no display and does not
 interfere with the figures of a notebook.

@@ -1,9 +1,9 @@
-"""The paper's table "Experimental details" as plain dicts, the baselines' constants, the paper's results.
+"""The paper's table "Experimental details" as plain dicts, the baselines' constants and the paper's results.
 
 A flag on the command line overrides a preset. The keys are:
 
     labels        number of labelled images to draw; None: the whole training set is labelled
-    validation    images held out of the training set: a number, or a share of it
+    validation    images held out of the training set: a number, or a fraction of it
     epoch         steps per epoch
     eval_epochs   epochs between two evaluations; each evaluation writes one row of log.csv
     bn_momentum   torch's convention: the weight of the new batch in the running statistics
@@ -12,8 +12,8 @@ A flag on the command line overrides a preset. The keys are:
     image_size    None: keep the size of the images
     crop          pad: reflect-pad by an eighth, then crop; resized: resize a random crop of the original file
     optimizer     adam (decoupled weight decay) or sgd (momentum 0.9, L2)
-    warmup        share of the run in which the learning rate grows linearly from 0
-    decay_at      shares of the run after which the learning rate is divided by 10
+    warmup        fraction of the run over which the learning rate grows linearly from 0
+    decay_at      fractions of the run after which the learning rate is divided by 10
 """
 import csv
 import os
@@ -42,8 +42,8 @@ own_folder = own_npz | dict(image_size=32)
 
 # Table "Experimental details", the two columns of ILSVRC-2012; bn_momentum and crops are S4L's, whose
 # settings the paper follows. An epoch is floor(labelled / batch) steps: 53 and 503 for the table's batch.
-# warmup and decay_at are the table's epochs as shares of the run: 10 of 1000 and 5 of 200; 700, 800, 900 of
-# 1000 and 140, 160, 180 of 200.
+# warmup and decay_at are the table's epochs as fractions of the run: 10 of 1000 and 5 of 200; 700, 800, 900
+# of 1000 and 140, 160, 180 of 200.
 # rot_dim: from the paper's figure, "not drop even when the dimension is reduced from 2048 to 16".
 imagenet_1 = dict(labels="1%", validation=5005, arch="resnet50v2", steps=1000 * 53, epoch=53, batch=256,
                   lr=0.01, weight_decay=0.01, ema=None, bn_momentum=0.01, rot_dim=16, flip=True,
@@ -56,7 +56,7 @@ IMAGENET_TRAIN = 1_281_167
 
 NAMED = dict(digits=digits, cifar10=cifar10, cifar100=cifar100, svhn=svhn, svhn_extra=svhn_extra,
              fashion_mnist=fashion_mnist, imagenet=imagenet_10)
-# What is known without the data: classes, and pixels per side.
+# Known without loading the data: number of classes, and pixels per side.
 NUM_CLASSES = dict.fromkeys(NAMED, 10) | dict(cifar100=100, imagenet=1000)
 IMAGE_SIZE = dict.fromkeys(NAMED, 32) | dict(digits=8, fashion_mnist=28, imagenet=224)
 
@@ -79,14 +79,14 @@ def for_imagenet(labels, batch):
 
 
 def imagenet_labeled(labels):
-    """A number of labels, or a share of the training images of ILSVRC-2012, as a number."""
+    """The number of labelled images: `labels` itself, or that percentage of ILSVRC-2012's training images."""
     if isinstance(labels, int):
         return labels
     return IMAGENET_LABELED.get(labels) or round(float(labels.rstrip("%")) / 100 * IMAGENET_TRAIN)
 
 
 # ---------------------------------------------------------------- the constants of the baselines
-# `weight` is the weight of the unlabelled term. All else (lr, batch, ema, ...) is in the dataset's preset.
+# `weight` is the weight of the unlabelled term. The rest (lr, batch, ema, ...) is in the dataset's preset.
 
 # From the runs of the MixMatch code base on CIFAR-10, unless another source is named. Also used for CIFAR-100
 # and, because no source has constants for them, for all other datasets.
@@ -101,7 +101,7 @@ BASELINES = dict(
     mean_teacher=dict(weight=50.0, weight_decay=0.2),
     mixmatch=dict(weight=75.0, beta=0.75, temperature=0.5),
     ict=dict(weight=1000.0, beta=0.75),
-    swa=dict(weight=20.0, weight_decay=0.02, ema=None),         # we use the Pi-Model's; average is not an EMA
+    swa=dict(weight=20.0, weight_decay=0.02, ema=None),         # we use the Pi-Model's; the average is no EMA
     fixmatch=dict(weight=1.0, threshold=0.95, lr=0.03, weight_decay=5e-4),      # FixMatch
 )
 BASELINES_CIFAR100 = BASELINES | dict(
@@ -136,7 +136,7 @@ def of_baseline(method, dataset):
 
 
 def paper_numbers():
-    """All numbers of the paper's tables, one dict per row of paper_results.csv."""
+    """All numbers from the paper's tables, one dict per row of paper_results.csv."""
     with Path(__file__).with_name("paper_results.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 

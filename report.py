@@ -3,8 +3,9 @@
     python report.py runs/                          writes report/report.md and its figures
 
 Reads only config.json, log.csv and diversity.csv of each run in the folder. Without runs, the tables show
-the paper's numbers. The error of a run is the median of its last 20 evaluations. A table cell is the mean ±
-standard deviation over the seeds of all finished runs, with the number of seeds in brackets.
+the paper's numbers. The error of a run is the median of its last 20 evaluations; on ImageNet, where the
+learning rate decays, it is the last one. A table cell is the mean ± standard deviation over the seeds of all
+finished runs, with the number of seeds in brackets.
 """
 import cli
 
@@ -16,8 +17,6 @@ FLAGS = {
 if __name__ == "__main__":
     ARGUMENTS = cli.parse(FLAGS, __doc__)   # before torch is imported: a mistyped flag is reported at once
 
-import csv
-import json
 import re
 import statistics
 import sys
@@ -26,12 +25,16 @@ from pathlib import Path
 
 import plots
 import presets
+import results
 import run_folder
+import train_crae
 
 # The paper's tables: title, and rows as method: name.
 TABLES = {
     "slfsl": ("SlfSL based SemSL", dict(
-        labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L", crae="CRAE")),
+        labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L",
+        s4l_upright="S4L, class loss on upright copies (not in the paper)",
+        s4l_weight2="S4L, weight 2 (not in the paper)", crae="CRAE")),
     "sota": ("SOTA SemSL", dict(
         labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
         vat="VAT", mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA",
@@ -40,115 +43,37 @@ TABLES = {
         crae="CRAE", crae_ext1="CRAE + ext. 1", crae_plus="CRAE + ext. 1 and 2 (CRAE+)",
         no_rotation="CRAE without rotation branches", no_rotation_ext1="the same + ext. 1",
         crae_ext2="CRAE + ext. 2 (not in the paper)",
-        crae_entmin="CRAE + entropy minimisation (not in the paper)")),
+        crae_entmin="CRAE + entropy minimisation (not in the paper)",
+        crae_ext2_entmin="CRAE + entropy minimisation and ext. 2 (not in the paper)")),
     "ensemble": ("Ensembles", dict(
         crae="CRAE", random="random select", independent="independent", detach="detached p(y|x)",
-        crae_plus="CRAE+")),
+        crae_plus="CRAE+", s4l="S4L", s4l_one_rotation="S4L, one rotation per image (not in the paper)")),
     "aux_classifier": ("Additional classifier", dict(
-        crae="CRAE", crae_no_aux="CRAE without it", crae_plus="CRAE+", crae_plus_no_aux="CRAE+ without it")),
+        crae="CRAE", crae_aux_all="CRAE, all copies train it (not in the paper)",
+        crae_no_aux="CRAE without it", crae_plus="CRAE+",
+        crae_plus_aux_all="CRAE+, all copies train it (not in the paper)",
+        crae_plus_no_aux="CRAE+ without it")),
     "heads": ("Number of independent rotation classifiers", dict(
         independent_2="2", independent_10="10", independent_20="20")),
 }
+# Rows that the paper compares with a table and prints in the first one.
+BORROWED = dict(sota="crae", ensemble="s4l")
 
 # Names of the methods in figures and lists.
 METHODS = {method: name.removesuffix(" (not in the paper)")
            for _, rows in TABLES.values() for method, name in rows.items()}
 METHODS |= dict(no_rotation_ext1="ext. 1 without rotation branches",
+                crae_aux_all="CRAE, additional classifier on all copies",
+                crae_plus_aux_all="CRAE+, additional classifier on all copies",
                 crae_no_aux="CRAE, no additional classifier",
                 crae_plus_no_aux="CRAE+, no additional classifier")
 METHODS |= {f"independent_{k}": f"independent, {k} heads" for k in (2, 10, 20)}
 
 EXPLANATION = """\
-Test errors in percent: the median of a run's last 20 evaluations; mean ± standard deviation over seeds
-(number of seeds). 'paper': the number in the CRAE paper, with the source in square brackets if the paper
-quotes it; MixMatch's runs kept one image for validation."""
+A cell is the mean ± standard deviation over seeds (number of seeds). 'paper': the number in the CRAE paper,
+with the source in square brackets if the paper quotes it; MixMatch's runs kept one image for validation."""
 
-# ---------------------------------------------------------------- reading
-
-
-def read_runs(folder):
-    """All runs in a folder, and one line on each thing in it that was skipped."""
-    runs, skipped, found = [], [], set()
-    for path in sorted(folder.rglob("config.json")):
-        found.add(path.parent)
-        try:
-            run = read_run(path.parent)
-        except Exception as error:          # damaged or foreign files cause errors of many types
-            why = f"{type(error).__name__}: {error}"
-            skipped.append(f"{path.parent}: damaged, or not a run of this repository ({why})")
-            continue
-        if run["method"] == "rotation":     # the first stage of fine_tune
-            continue
-        if run["matrices"] is None:
-            skipped.append(f"{path.parent / 'diversity.csv'}: damaged")
-            run["matrices"] = {}
-        add_run(run, runs, skipped)
-    return runs, skipped + [f"{path}: not a run" for path in strays(folder, found)]
-
-
-def add_run(run, runs, skipped):
-    """Append a run to `runs`. Of two runs of one experiment only one is kept, a finished one if possible."""
-    same = "dataset", "labels", "method", "seed", "changed", "rot_dim"
-    twin = next((r for r in runs if all(r[k] == run[k] for k in same)), None)
-    if twin and (twin["finished"] or not run["finished"]):
-        skipped.append(f"{run['path']}: the same experiment as {twin['path']}, which is counted")
-        return
-    if twin:
-        runs.remove(twin)
-        skipped.append(f"{twin['path']}: the same experiment as {run['path']}, which is counted")
-    runs.append(run)
-
-
-def strays(folder, found):
-    """Files and folders that neither are runs nor contain any, nor belong to ablations.py."""
-    above = {p for path in found for p in path.parents if folder in (p, *p.parents)} - found | {folder}
-    inside = sorted(path for parent in above for path in parent.iterdir())
-    return [p for p in inside if p not in found | above and p.name not in ("_ablations", ".lock")]
-
-
-def read_run(path):
-    """A run as a flat dict. Raises errors of many types if its files are not as they should be."""
-    config = json.loads((path / "config.json").read_text())
-    steps = int(config["steps"])
-    rows = run_folder.read_rows(path / "log.csv", steps)
-    errors, unlabeled = ([(int(r["step"]), float(r[name])) for r in rows if r[name]]
-                         for name in ("test_error", "unlabeled_error"))
-    finished = bool(rows) and int(rows[-1]["step"]) == steps
-    if finished and not errors and config["method"] != "rotation" or int(config["epoch"]) < 1:
-        raise ValueError("no test error, or an epoch without steps")
-    counted = [error for _, error in errors][-run_folder.rows_that_count(config):]
-    top5 = rows[-1].get("test_top5_error") if rows else None
-    changed, resolved = dict(config["changed"]), config["resolved"]
-    return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]),
-                labels=label_count(config["labels"]), seed=int(config["seed"]),
-                rot_dim=config["rot_dim"] and int(config["rot_dim"]), own_dim="rot_dim" not in changed,
-                changed={k: v for k, v in changed.items() if k != "rot_dim"},
-                heads=int(resolved["rotation_heads"]), parameters=int(resolved["parameters"]),
-                steps=steps, step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]),
-                finished=finished, errors=errors, unlabeled=unlabeled, top5=float(top5) if top5 else None,
-                error=statistics.median(counted) if counted else None,
-                matrices=read_diversity(path / "diversity.csv"))
-
-
-def label_count(value):
-    """250, "10%", or "all" if all training images are labelled."""
-    return str(value) if str(value).endswith("%") else int(value) if value else "all"
-
-
-def read_diversity(path):
-    """{step: matrix (C, K)}, nan for classes without images; None if damaged. Leaves out rows cut off."""
-    matrices = {}
-    try:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if None not in row.values():
-                    cells = [float(v) if v else float("nan") for k, v in row.items() if k.startswith("head_")]
-                    matrices.setdefault(int(row["step"]), []).append(cells)
-    except FileNotFoundError:               # no rotation heads, or one for all classes
-        return {}
-    except Exception:                       # a foreign file causes errors of many types
-        return None
-    return {step: matrix for step, matrix in matrices.items() if len({len(row) for row in matrix}) == 1}
+# ---------------------------------------------------------------- runs
 
 
 def setting_of(run):
@@ -190,23 +115,32 @@ def errors_of(runs, method, labels):
 
 def paper_cells(table, dataset):
     """{(labels, method): the paper's error, with the source in square brackets if the paper quotes it}."""
+    numbers = [r for r in presets.paper_numbers()
+               if r["dataset"] == dataset and r["metric"] in ("error", "top1_accuracy")]
+    columns = {r["labels"] for r in numbers if r["table"] == table}
     cells = {}
-    for r in presets.paper_numbers():
-        in_table = r["table"] == table or (table, r["table"], r["method"]) == ("sota", "slfsl", "crae")
-        if in_table and (r["dataset"], r["metric"]) == (dataset, "error"):
+    for r in numbers:
+        borrowed = r["table"] == "slfsl" and r["method"] == BORROWED.get(table) and r["labels"] in columns
+        if r["table"] == table or borrowed:
+            error = float(r["value"]) if r["metric"] == "error" else 100 - float(r["value"])
             source = r["source"].replace("quoted from ", " [") + "]" if "quoted" in r["source"] else ""
-            cells[r["labels"], r["method"]] = f"{float(r['value']):.2f}{source}"
+            cells[r["labels"], r["method"]] = f"{error:.2f}{source}"
     return cells
 
 
 def error_table(table, title, rows, dataset, runs, with_paper):
-    """The lines of a table, none if it is empty, and its missing cells (dataset, labels, method)."""
+    """The lines of a table, none if it is empty, and its missing cells (dataset, labels, method).
+
+    Datasets of the paper: a table has the rows of the paper and those with runs. Other datasets: all rows.
+    """
     paper = paper_cells(table, dataset) if with_paper else {}
-    compared = [method for method in rows if (table, method) != ("sota", "crae")]   # CRAE alone: no table
-    ours = {str(r["labels"]) for r in runs if any(belongs_to(r, method) for method in compared)}
+    # A run that the first table shows is no reason for another table.
+    own = [method for method in rows if table == "slfsl" or method not in TABLES["slfsl"][1]]
+    has_runs = any(belongs_to(r, method) for r in runs for method in own)
+    ours = {str(r["labels"]) for r in runs if has_runs and any(belongs_to(r, method) for method in rows)}
     columns = sorted({k for k, _ in paper} | ours, key=label_order)
     cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
-    if paper:
+    if with_paper:
         rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
     if not columns or not rows:
         return [], []
@@ -220,7 +154,7 @@ def error_table(table, title, rows, dataset, runs, with_paper):
             line += [cells[method, k], paper.get((k, method), "")] if paper else [cells[method, k]]
         lines.append(table_line(line))
     missing = [(dataset, k, METHODS.get(method, method)) for method in rows for k in columns
-               if not cells[method, k] and (not paper or (k, method) in paper)]
+               if not cells[method, k] and (not with_paper or (k, method) in paper)]
     return lines, missing
 
 
@@ -243,8 +177,8 @@ def imagenet_table(runs):
                           if r["labels"] == k]) for k, metric in columns]
         if any(paper) or done:
             lines.append(table_line([name, *chain(*zip(ours, paper))]))
-            missing += [("imagenet", k, name) for (k, metric), cell in zip(columns, ours)
-                        if metric == "top1_accuracy" and not cell]
+            missing += [("imagenet", k, name) for (k, metric), cell, number in zip(columns, ours, paper)
+                        if metric == "top1_accuracy" and number and not cell]
     # S4L reports these with another preprocessing, so they are not comparable with the rows above.
     for method, name in TABLES["slfsl"][1].items():
         quoted = [numbers.get(("slfsl_reported", method, *column)) for column in columns]
@@ -316,19 +250,27 @@ def diversity_panel(run, step):
                 name=METHODS[run["method"]])
 
 
-def diversity_figures(runs, title, folder, start, count=4):
+def diversity_steps(run, count=4):
+    """The paper's epochs: 10, 20 and the last. A run without them: `count` evaluations, first to last."""
+    steps = sorted(run["matrices"])
+    of_paper = [10 * run["epoch"], 20 * run["epoch"], steps[-1]]
+    if set(of_paper) <= set(steps) and of_paper == sorted(set(of_paper)):
+        return of_paper
+    return sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
+
+
+def diversity_figures(runs, title, folder, start):
     """Plot the diversity of one run of CRAE and one of CRAE+, and their last matrices side by side.
 
-    Shows the first run of each, with `count` matrices from the first to the last. Returns {file: methods}.
+    Shows the first run of each. Returns {file: methods}.
     """
     complete = [r for r in runs if r["finished"] and r["matrices"] and r["unlabeled"]]
     pair = {r["method"]: r for r in complete[::-1] if r["method"] in ("crae", "crae_plus")}
     for method, run in pair.items():
-        steps = sorted(run["matrices"])
-        chosen = sorted({steps[round(i * (len(steps) - 1) / (count - 1))] for i in range(count)})
         errors = [(step / run["epoch"], error) for step, error in run["unlabeled"]]
         caption, path = f"{METHODS[method]}, {title}, seed {run['seed']}", folder / f"{start}_{method}.png"
-        plots.plot_diversity(errors, [diversity_panel(run, step) for step in chosen], caption, path)
+        panels = [diversity_panel(run, step) for step in diversity_steps(run)]
+        plots.plot_diversity(errors, panels, caption, path)
     if len(pair) == 2:
         last = [diversity_panel(pair[m], max(pair[m]["matrices"])) for m in ("crae", "crae_plus")]
         plots.plot_diversity_pair(last, title, folder / f"{start}.png")
@@ -347,7 +289,7 @@ def write_report(runs, out):
         raise cli.Refused(f"RUNS {folder}: no such folder")
     if out.exists() and not out.is_dir():
         raise cli.Refused(f"--out {out}: is a file; give a folder")
-    found, skipped = read_runs(folder)
+    found, skipped = results.read_runs(folder, train_crae.DEFINITION)
     unfinished = [r for r in found if not r["finished"]]
     counts = f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished"
     try:
@@ -386,7 +328,8 @@ def write_sections(found, out):
         runs = [r for r in found if r["dataset"] == dataset]
         if dataset == "imagenet":
             rows, absent = imagenet_table([r for r in runs if not setting_of(r)])
-            lines, missing = [*lines, "## imagenet, accuracies", "", *rows, ""], missing + absent
+            lines += ["## imagenet, accuracies", "", f"Accuracies in percent: {what_counts(dataset)}.", ""]
+            lines, missing = [*lines, *rows, ""], missing + absent
         stem = file_name(dataset)
         while stem in taken:                # another dataset whose path has the same end
             stem += "_"
@@ -399,6 +342,12 @@ def write_sections(found, out):
     return lines, list(dict.fromkeys(missing))
 
 
+def what_counts(dataset):
+    """Which evaluations are reported."""
+    n = run_folder.rows_that_count(presets.for_dataset(dataset))
+    return f"the median of a run's last {n} evaluations" if n > 1 else "a run's last evaluation"
+
+
 def write_setting(runs, dataset, setting, stem, out):
     """The tables and figures of one dataset and setting, and the paper's missing cells."""
     in_paper = any((r["dataset"], r["metric"]) == (dataset, "error") for r in presets.paper_numbers())
@@ -406,7 +355,7 @@ def write_setting(runs, dataset, setting, stem, out):
     if not runs and not with_paper:
         return [], []
     note = f", with {setting} (differs from the preset, so without the paper's numbers)" if setting else ""
-    lines, missing = [f"## {dataset}{note}", ""], []
+    lines, missing = [f"## {dataset}{note}", "", f"Test errors in percent: {what_counts(dataset)}.", ""], []
     others = {m: m for m in sorted({r["method"] for r in runs} - set(METHODS))}
     own_table = dataset == "imagenet" and not setting
     for table, (title, rows) in ({} if own_table else TABLES | {"": ("Others", others)}).items():

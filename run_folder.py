@@ -1,4 +1,4 @@
-"""The folder of a run: config.json, split, checkpoints, CSV rows, lock and resume.
+"""The run folder: config.json, split, checkpoints, CSV rows, lock and resume.
 
 Its files (docs/runs.md) are complete or absent, even after a power cut. Only the first process writes.
 """
@@ -51,7 +51,7 @@ def holds_anything(out):
 
 
 def refuse_other_flags(config, longer=True):
-    """Only the run in a folder may be continued there."""
+    """Refuse to continue the run in a folder with flags other than its own."""
     out = Path(config["out"])
     if not os.path.exists(out / "config.json"):
         raise cli.Refused(f"--out {out}: is not the folder of a run; give another --out")
@@ -68,24 +68,24 @@ def refuse_other_flags(config, longer=True):
         may_differ |= longer and not config["decay_at"] and name == "steps" and value > saved.get(name, value)
         if not may_differ and name in saved and saved[name] != value:   # `saved` may lack a newer flag
             raise cli.Refused(f"--{name} {value}: the run in {out} has {saved[name]}; "
-                              "give that, or another --out")
+                              "use that value, or give another --out")
 
 
 def load_data(config):
-    """images, labels, split and classes of a run; a resumed run keeps its saved split."""
+    """The images, labels, split and classes of a run; a resumed run keeps its saved split."""
     images, labels, parts, classes = load_images(config)
     config["data"] = data.fingerprint(images, labels, parts)
     number = int(config["data"], 16)
     largest, smallest = distributed.agree(number, -number)
     if largest != -smallest:
         raise cli.Refused(f"--dataset {config['dataset']}: the processes of this run see different images, "
-                          "or the same images in another order")
+                          "or the same images in a different order")
     saved = Path(config["out"], "split.npz")
     if not os.path.exists(saved):
         return images, labels, draw_split(config, labels, parts), classes
     refuse_other_data(config)
     try:
-        with np.load(saved, allow_pickle=False) as file:        # runs no code from the file
+        with np.load(saved, allow_pickle=False) as file:        # never run code from the file
             split = {part: file[part] for part in ("labeled", "unlabeled", "validation", "test")}
     except Exception as error:                                  # numpy raises many types for damaged files
         raise cli.Refused(f"--out {config['out']}: split.npz cannot be read ({cli.reason(error)}); "
@@ -94,7 +94,7 @@ def load_data(config):
 
 
 def refuse_other_data(config):
-    """The split of a run, and so its errors, belong to the images it started with, in their order."""
+    """Refuse other images or another order: the split of a run, and so its errors, belong to its images."""
     saved = json.loads(Path(config["out"], "config.json").read_text()).get("data")
     if saved != config["data"]:
         raise cli.Refused(f"--dataset {config['dataset']}: its images, their labels or their order differ "
@@ -120,7 +120,7 @@ def load_images(config):
 
 @contextmanager
 def hold(out):
-    """Create the folder of a run and lock it, in the first process only."""
+    """Create the run folder and lock it, in the first process only."""
     if distributed.rank():
         yield
         return
@@ -131,7 +131,7 @@ def hold(out):
 
 @contextmanager
 def locked(folder):
-    """Refuse a folder that another process has locked. A lock ends with its process, however that ends."""
+    """Lock a folder, or refuse it if another process has. A lock ends with its process, however that ends."""
     try:
         file = Path(folder, ".lock").open("a")                  # NFS locks open files, but not folders
     except OSError as error:
@@ -173,7 +173,7 @@ def write_whole(path, write):
 
 def cannot_write(path, error):
     return cli.Refused(f"--out {path.parent}: {path.name} cannot be written ({cli.reason(error)}); "
-                       "everything saved before is intact")
+                       "everything saved earlier is intact")
 
 
 def sync(path):
@@ -187,7 +187,7 @@ def sync(path):
 
 @distributed.first_process_only
 def write_config(config, split, resolved):
-    """config.json with all values and what is needed to repeat the run, and split.npz."""
+    """Write split.npz and config.json, with all values and what is needed to repeat the run."""
     out = Path(config["out"])
     versions = dict(python=platform.python_version(), torch=torch.__version__, numpy=np.__version__,
                     torchvision=torchvision.__version__, cuda=torch.version.cuda,
@@ -198,7 +198,7 @@ def write_config(config, split, resolved):
         threads = saved.get("versions", {}).get("threads")
         if config["device"] == "cpu" and threads != versions["threads"]:
             print(f"note: the run started with {threads} threads and continues with {versions['threads']}; "
-                  "rounding differs, so the bits will differ too (OMP_NUM_THREADS sets the number)")
+                  "rounding differs, so results will not be bit-identical (OMP_NUM_THREADS sets the number)")
         longer = ("steps", "changed", "paper", "command") if config["steps"] != saved["steps"] else ()
         record = saved | {k: config[k] for k in longer}
     make_folder(out)
@@ -228,7 +228,7 @@ def save_tensors(saved, path):
 
 
 def read_tensors(path, device="cpu"):
-    """Read what save_tensors wrote. Runs no code from the file; unlike torch.load, finds flipped bits."""
+    """Read what save_tensors wrote. Runs no code from the file; unlike torch.load, detects flipped bits."""
     with zipfile.ZipFile(path) as file:
         damaged = file.testzip()
     if damaged:
@@ -319,7 +319,7 @@ def keep_rows(path, last_step):
 
 
 def rows_that_count(config):
-    """The number of last evaluations whose median is reported. S4L, whose learning rate decays: only one."""
+    """How many of the last evaluations the reported median covers: one if the learning rate decays (S4L)."""
     return 1 if config.get("decay_at") else MEDIAN_OF
 
 

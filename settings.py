@@ -1,4 +1,4 @@
-"""The values of a run: the given flags, then the constants of the method, then the preset of the dataset."""
+"""The values of a run, by precedence: the given flags, the method's constants, the dataset's preset."""
 import math
 import os
 import shlex
@@ -11,15 +11,17 @@ import folders
 import models
 import presets
 
-# Flags that change neither the experiment nor its result, so a resumed run may have other values.
+# Flags that are not part of the experiment, so a resumed run may change them. accumulate and sync_bn change
+# what BN and the mixing see (docs/scaling.md); a run may need them to continue on other GPUs.
 HARMLESS = ("out", "device", "data_dir", "resume", "save_minutes", "workers", "stream", "compile", "sync_bn",
             "accumulate")
 
 
 def resolve(flags, table, script, method, named_by_method=(), constants=None):
-    """All values of a run: the given flags, then the constants of the method, then the preset of the dataset.
+    """All values of a run, by precedence: the given flags, the method's constants, the dataset's preset.
 
-    table: the script's flags. named_by_method: flags that the default name of the folder does not repeat.
+    table: the script's flags. named_by_method: flags that are part of the method's name, so that the default
+    name of the folder does not repeat them.
     """
     flags = flags | dict(dataset=same_spelling(flags["dataset"]))
     check_values(flags)
@@ -52,9 +54,10 @@ def same_spelling(dataset):
 
 
 def check_values(flags):
-    """Refuse values out of range, whatever the dataset."""
+    """Refuse values that are out of range for every dataset."""
     if flags["labels"] is not None and flags["labels_file"]:
-        raise cli.Refused(f"--labels {flags['labels']}: --labels_file names the labelled images; omit one")
+        raise cli.Refused(f"--labels {flags['labels']}: --labels_file already lists the labelled images; "
+                          "omit one of the two flags")
     for name in "steps", "batch", "lr", "image_size", "labels", "save_minutes", "accumulate":
         value = flags.get(name)
         number = float(value.rstrip("%")) if isinstance(value, str) else value
@@ -64,7 +67,7 @@ def check_values(flags):
         if (flags.get(name) or 0) < 0:
             raise cli.Refused(f"--{name} {flags[name]}: must be 0 or more")
     limits = dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16,
-                  steps=2 ** 53)                                # we chose limits beyond any machine
+                  steps=2 ** 53)                                # our choice: beyond what any machine can do
     for name, limit in limits.items():
         if (flags.get(name) or 0) > limit:
             raise cli.Refused(f"--{name} {flags[name]}: must be {limit} or less")
@@ -75,7 +78,7 @@ def check_values(flags):
 
 
 def join_processes(config):
-    """Join torchrun's other processes, and refuse what they cannot share out equally."""
+    """Join torchrun's other processes. Refuses a --batch or --sync_bn that does not suit them."""
     distributed.join(config["device"])
     world, batch, parts = distributed.world(), config["batch"], config["accumulate"]
     if batch % (world * parts):

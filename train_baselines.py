@@ -34,7 +34,7 @@ FLAGS = {
     "cycles": (bool, True, "swa: cyclic learning rate"),
 } | cli.NETWORK_FLAGS | {
     "steps": (int, None, "training steps; for fine_tune, of each of the two stages (default: the preset's)"),
-    "batch": (int, None, "labelled images per step over all processes, and as many unlabelled ones; for "
+    "batch": (int, None, "labelled images per step over all processes, plus as many unlabelled ones; for "
                          "fixmatch, seven times as many (default: the preset's)"),
 } | cli.RUN_FLAGS
 
@@ -61,7 +61,7 @@ import training
 from augmentation import blend, mixup_share, once_rotated_batch, rotated_batch, scale, strong_augment
 from models import frozen_bn
 
-# BN: a forward pass updates the running statistics unless it is inside frozen_bn, which normalises by the
+# BN: a forward pass updates the running statistics unless it is inside frozen_bn, which normalises with the
 # statistics of the batch and updates nothing. As in the MixMatch code base, only the labelled pass updates
 # them, except in MixMatch (the first interleaved batch) and in S4L, rotation and FixMatch (one joint pass).
 
@@ -70,7 +70,7 @@ SWA_START, SWA_CYCLE, SWA_EVERY, SWA_RAMPDOWN = 150 / 480, 30 / 480, 3 / 480, 21
 
 
 def ramp_up(step, ramp):
-    """The weight of an unlabelled term as a share of its final value: from 0 to 1 over `ramp` steps."""
+    """The weight of an unlabelled term as a fraction of its final value: from 0 to 1 over `ramp` steps."""
     return min(step / ramp, 1.0)
 
 
@@ -78,7 +78,7 @@ def ramp_steps(method, steps):
     """The number of steps over which the weight of the unlabelled term grows.
 
     In the MixMatch code base, 40 % of the run for all methods but MixMatch, which takes 16,384 steps. In a
-    shorter run we use 40 % for MixMatch too. fast-SWA starts to average when the weight has grown.
+    shorter run, we use 40 % for MixMatch too. fast-SWA starts averaging when the weight is at its maximum.
     """
     if method == "mixmatch":
         return min(16_384, 0.4 * steps)
@@ -89,7 +89,7 @@ def ramp_steps(method, steps):
 
 
 def logits_of(model, x):
-    """Class logits in float32 or better of images scaled to [-1, 1]. (N, C)"""
+    """Class logits, at least in float32, of images scaled to [-1, 1]. (N, C)"""
     return losses.wide(model(x)[0])
 
 
@@ -156,7 +156,7 @@ def ict(model, x_l, y_l, x_u, *, augment, gen, step, ema, weight, ramp, beta, **
 
 
 def reversed_batch(x):
-    """The partners in mixup and ICT: the batch in reverse order. MixMatch."""
+    """The partners in mixup and ICT: the batch in reverse order, as in the MixMatch code base."""
     order = torch.arange(distributed.gathered_size(len(x)), device=x.device).flip(0)
     return distributed.gather_rows(x, order)
 
@@ -183,7 +183,7 @@ def vat(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, epsilon, entr
 
 
 def worst_direction(model, x, epsilon, gen):
-    """r of norm epsilon per image, from one power iteration at a random direction. (B, 3, H, W)"""
+    """r of norm epsilon per image, by one power iteration from a random direction. (B, 3, H, W)"""
     with frozen_bn(model), torch.autocast(x.device.type, enabled=False):    # bfloat16 loses small differences
         with torch.no_grad():
             logits = logits_of(model, x)
@@ -194,7 +194,7 @@ def worst_direction(model, x, epsilon, gen):
 
 
 def unit(d):
-    """d with norm 1 per image. ldexp: confident predictions give tiny d, whose squares underflow float32."""
+    """d with norm 1 per image. ldexp: confident predictions give tiny d, whose squares underflow."""
     _, exponent = d.flatten(1).abs().amax(1).frexp()
     return F.normalize(torch.ldexp(d.flatten(1), -exponent.clamp_min(-126)[:, None])).view_as(d)
 
@@ -257,7 +257,7 @@ def guess_labels(model, views, temperature):
 
 
 def mixed_batch(x_l, y_l, views, q, share, sizes, gen):
-    """Labelled images, then all views of unlabelled ones, each mixed with a random one of all of them."""
+    """Labelled images, then all views of unlabelled ones, each mixed with a random partner among all."""
     x = torch.cat([x_l, *views])                                # (3B, 3, H, W)
     p = torch.cat([F.one_hot(y_l, q.shape[1]).float(), *[q] * len(views)])      # (3B, C)
     partner = distributed.randperm(len(x), gen=gen, device=x.device)
@@ -301,9 +301,9 @@ def cyclic(progress):
 
 
 def fast_swa(averages, weights, step, steps):
-    """The mean of the weights, taken every SWA_EVERY of the run from SWA_START on; before, the weights."""
+    """Average the weights every SWA_EVERY of the run from SWA_START on; until then, copy the weights."""
     start, every = round(SWA_START * steps), max(1, round(SWA_EVERY * steps))
-    n = max(0, step + 1 - start)                                # steps since the start, with this one
+    n = max(0, step + 1 - start)                                # steps since the start, including this one
     if n % every == 0:
         get_swa_multi_avg_fn()(averages, weights, n // every)   # the mean of n // every + 1 models
 
@@ -341,7 +341,7 @@ def train(**flags):
 
 
 def build(config, num_classes):
-    """The network, the objective and what differs from CRAE's loop."""
+    """The network, the objective and the arguments of training.fit that differ from CRAE's."""
     method, steps = config["base"], config["steps"]
     torch.manual_seed(config["seed"])                           # the initial weights
     net = models.make_model(config["arch"], num_classes, int(method == "s4l"), aux=False,
@@ -426,7 +426,7 @@ def find_pretrained(path, source, config):
     places = Path(path), Path(path, "pretrain", "model.pt"), Path(path, "model.pt")
     file = next(filter(os.path.isfile, places), None)
     if not file:
-        raise cli.Refused(f"{source}: no such file, and no pretrain/model.pt in such a folder")
+        raise cli.Refused(f"{source}: neither a file nor a folder that contains pretrain/model.pt")
     try:
         saved = run_folder.read_tensors(file)
         method, arch, seed = saved["method"], saved["arch"], saved["seed"]

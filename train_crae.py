@@ -10,9 +10,10 @@ import cli
 # The values of --aux; from Python, True and False work too.
 AUX = {"upright": "upright", "all": "all", "none": "none", True: "upright", False: "none"}
 FLAGS = cli.DATASET_FLAGS | {
-    "plus": (bool, False, "CRAE+: both extensions"),
-    "ext1": (bool, False, "extension 1 alone: sharpened target, averaged over the four rotations"),
-    "ext2": (bool, False, "extension 2 alone: rotation of a mixed image, class of the unmixed image"),
+    "plus": (bool, False, "CRAE+: both extensions, the same as --ext1 --ext2"),
+    "ext1": (bool, False, "extension 1: the target is the mean prediction over the four rotations, "
+                          "sharpened"),
+    "ext2": (bool, False, "extension 2: rotation of a mixed image, class of the unmixed image"),
     "entmin": (bool, False, "entropy minimisation instead of extension 1 "
                             "(the paper finds extension 1 better)"),
     "select": (("marginal", "random", "independent", "detach"), "marginal",
@@ -26,7 +27,7 @@ FLAGS = cli.DATASET_FLAGS | {
     "rot_dim": (int, None, "dimension that features are reduced to before the rotation heads; 0: no "
                            "reduction (default: 0; 16 for imagenet)"),
 } | cli.NETWORK_FLAGS | {
-    "batch": (int, None, "labelled images per step over all processes, and as many unlabelled ones, each in "
+    "batch": (int, None, "labelled images per step over all processes, plus as many unlabelled ones, each in "
                          "four rotations (default: the preset's)"),
     "eta": (float, 1.0, "weight of each of the two rotation losses: the mean over the labelled copies "
                         "and the mean over the unlabelled copies"),
@@ -88,7 +89,7 @@ def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperat
 
 
 def class_terms(class_logits, aux_logits, y, upright, aux):
-    """L_ce(p(y|x_l), y_l) of both classifiers; the first copies are labelled, and the first of them upright.
+    """L_ce(p(y|x_l), y_l) of both classifiers; labelled copies come first, and among them the upright ones.
 
     The main classifier provides p(y|x) for all rotations, so it learns from all rotated copies. The
     additional classifier is the one that is tested, on upright images; the paper trains it on "the loss
@@ -105,7 +106,7 @@ def rotation_terms(class_logits, rot_logits, y, z, select, eta, gen):
     """L_ce(p(z|x), z): the mean over labelled copies (the first ones) and the mean over unlabelled copies.
 
     select is what chooses the rotation head. marginal: p(y|x), Eq. 1. The other values are the ensemble
-    baselines of the ablation. detach: the same without gradient into p(y|x); random: one random head per
+    baselines of the ablation. detach: the same without a gradient into p(y|x); random: one random head per
     image and step; independent: every head learns from every image.
     """
     if rot_logits is None:
@@ -131,7 +132,7 @@ def mean_p_z(class_logits, rot_logits):
 
 # ---------------------------------------------------------------- the experiment
 
-# A run of another definition cannot be resumed. 1: additional classifier on all copies, one mean over all
+# A run with another definition cannot be resumed. 1: additional classifier on all copies, one mean over all
 # rotation losses. 2: additional classifier on upright copies, one mean per set (docs/deviations.md).
 DEFINITION = 2
 

@@ -40,7 +40,7 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     loaded                              images, labels, split and classes, from run_folder.load_data
     p_z(class_logits, rot_logits)       log p(z|x), for the logged rotation accuracy
     optimizer(net, lr, weight_decay)    makes a torch optimiser (default: config["optimizer"])
-    schedule(progress)                  learning rate as a share of config["lr"], for progress from 0 to 1
+    schedule(progress)                  learning rate as a fraction of config["lr"], for progress from 0 to 1
                                         (default: warmup and decay_at of the config)
     average(averages, weights, step)    updates the averaged weights (default: EMA with decay config["ema"])
     refresh_bn(ema, net, batches)       sets ema's BN statistics before an evaluation (default: copy)
@@ -51,7 +51,7 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     steps, seed, parts = config["steps"], config["seed"], config["accumulate"]
     autocast = devices.autocast(config["device"], config["precision"])
     rank, world = distributed.rank(), distributed.world()
-    distributed.wait_for_all()                                  # until every process has looked at the folder
+    distributed.wait_for_all()                                  # until every process has checked the folder
     with run_folder.hold(config["out"]):
         state = start(net, objective, loaded, config, p_z, optimizer, refresh_bn, mu)
         with cli.stop_signals() as stop, progress_bar(state, steps) as bar:
@@ -93,10 +93,10 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
 
 
 def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, mu):
-    """Everything that changes during a run, on the device, as the checkpoint left it."""
+    """Returns everything that changes during a run, on the device, as the checkpoint left it."""
     images, labels, split, classes = loaded
     out, device = Path(config["out"]), torch.device(config["device"])
-    if os.path.exists(out / "config.json"):                     # of this run, or of one that came in between
+    if os.path.exists(out / "config.json"):                     # of this run, or of one started meanwhile
         run_folder.refuse_other_flags(config)
     resolved = resolved_values(net, images, split, classes)
     print_config(config, resolved)
@@ -130,7 +130,7 @@ def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, mu):
     state.batches = data.training_batches(
         images, labels, index, config["batch"], unlabeled, range(state.run["step"], config["steps"]),
         config["seed"], distributed.rank(), distributed.world(), config["accumulate"])
-    state.tick = state.saved_at = time.perf_counter()           # times of the last row and the last save
+    state.tick = state.saved_at = time.perf_counter()           # times of the last row and checkpoint
     state.tick_step = state.run["step"]
     return state
 
@@ -213,7 +213,7 @@ def save_is_due(state, config):
 
 
 def save(state, config):
-    """Write a checkpoint. Everything in it is finite: other values end the run here at the latest."""
+    """Write a checkpoint. Everything in it is finite: NaN or infinity ends the run here at the latest."""
     check_finite(state, config)
     seconds = state.run["seconds"] + time.perf_counter() - state.tick
     terms = {k: distributed.total(v) / distributed.world() for k, v in state.run["terms"].items()}
@@ -228,7 +228,7 @@ def check_finite(state, config):
     """Stop the run if a loss term or a weight is not finite, and name the first such step."""
     names = sorted(state.run["bad"])
     broken = torch.stack([~w.isfinite().all() for w in state.weights]).any()
-    # One read for all values, because a GPU waits for the CPU at each.
+    # Read all values at once, because a GPU waits for the CPU at each read.
     *firsts, broken = torch.stack([*(state.run["bad"][name] for name in names), broken.float()]).tolist()
     firsts = distributed.agree(*(-first or -math.inf for first in firsts)) if names else []
     bad = {f"loss_{name}": int(-first) for name, first in zip(names, firsts) if first > -math.inf}
@@ -263,7 +263,7 @@ def finish(state, config):
 
 
 def kernels_decay(net, weight_decay):
-    """Weight decay on conv and dense kernels only, not on biases and BN. MixMatch, S4L, FixMatch."""
+    """Weight decay on conv and dense kernels only, not on biases or BN. MixMatch, S4L, FixMatch."""
     return [dict(params=[p for p in net.parameters() if p.ndim > 1], weight_decay=weight_decay),
             dict(params=[p for p in net.parameters() if p.ndim <= 1], weight_decay=0.0)]
 
@@ -279,7 +279,7 @@ def make_sgd(net, lr, weight_decay, nesterov=False):
 
 
 def steps_down(progress, warmup, decay_at):
-    """Linear warm-up from 0, then a tenth after each of the shares `decay_at` of the run. S4L."""
+    """Linear warm-up from 0, then division by 10 at each fraction of the run in `decay_at`. S4L."""
     return min(1.0, progress / warmup if warmup else 1.0) * 0.1 ** sum(progress >= at for at in decay_at)
 
 
@@ -297,7 +297,7 @@ def copy_bn(ema, net, batches):
 
 
 def resolved_values(net, images, split, classes):
-    """What the data and the network determine, for config.json."""
+    """The values that follow from the data and the network, for config.json."""
     return dict(num_classes=len(classes), image_size=images.shape[-1],
                 images={k: len(i) for k, i in split.items()},
                 rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,

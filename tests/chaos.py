@@ -2,9 +2,9 @@
 
     python tests/chaos.py --kills 100           CRAE+, MixMatch and fine-tune, about a second per kill
 
-Runs save a checkpoint at about every step here, so that many kills hit a save. They are forked from one
-process that has already imported torch, so that they do not spend their time on imports. Most kills are
-SIGKILL, some are SIGTERM, SIGUSR1 or Ctrl-C.
+Here, runs write a checkpoint after almost every step, so that many kills hit a checkpoint being written. They
+are forked from one process that has already imported torch, so that they spend no time on imports. Most kills
+are SIGKILL; some are SIGTERM, SIGUSR1 or Ctrl-C.
 """
 import os
 import sys
@@ -17,8 +17,8 @@ import cli
 
 METHODS = "CRAE+", "MixMatch", "fine-tune"
 FLAGS = {
-    "kills": (int, 100, "number of kills, shared out among the methods"),
-    "seed": (int, 0, "seed of the moments and signals"),
+    "kills": (int, 100, "number of kills, divided among the methods"),
+    "seed": (int, 0, "seed for the times and signals of the kills"),
     "methods": ([str], list(METHODS), f"which of {','.join(METHODS)}"),
 }
 
@@ -47,7 +47,7 @@ RUNS = {"CRAE+": (train_crae.train, dict(plus=True)),
 
 
 def start(train, flags, out):
-    """Start a run in a process of its own. Returns its number."""
+    """Start a run in a process of its own. Returns the process ID."""
     process = os.fork()
     if process:
         return process
@@ -110,10 +110,10 @@ def kill_until_finished(name, out, length, dice, left):
 
 @cli.strict(FLAGS)
 def chaos(kills, seed, methods):
-    """Kill runs and compare what they leave behind. Returns the numbers of kills and of finished runs."""
+    """Kill runs and compare their final files. Returns the numbers of kills and of finished runs."""
     for name in methods:
         if name not in RUNS:
-            raise cli.Refused(f"--methods {name}: must be among {', '.join(RUNS)}")
+            raise cli.Refused(f"--methods {name}: must be one of {', '.join(RUNS)}")
     if kills < 1:
         raise cli.Refused(f"--kills {kills}: must be 1 or more")
     dice, killed, finished = random.Random(seed), 0, 0

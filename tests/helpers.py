@@ -1,4 +1,4 @@
-"""What several test files share: a tiny model, small flags, calls of scripts, and comparisons."""
+"""What several test files share: a tiny model, flags for short runs, calls of scripts, and comparisons."""
 import csv
 import signal
 import subprocess
@@ -23,13 +23,13 @@ def words_of(**flags):
 
 
 def run_script(script, *words, cwd=None, **more):
-    """A script as a user runs it, in a process of its own."""
+    """Run a script as a user would, in a process of its own."""
     command = [sys.executable, str(HERE / script), *map(str, words)]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, **more)
 
 
 def command_line(module, words, function=None):
-    """What `python module.py words` does, in this process; function is the script's main function."""
+    """Do what `python module.py words` does, in this process; function: the script's main function."""
     before = signal.getsignal(signal.SIGINT)
     try:
         return cli.run(function or module.train, cli.parse(module.FLAGS, module.__doc__, list(words)))

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc_per_node 2 tests/processes.py OUT '[{"method": "s4l"}, ...]'
 
-BN is in evaluation mode, because each process has the batch statistics of its own share. The optimiser is
+BN is in evaluation mode, because each process uses the batch statistics of its own share. The optimiser is
 plain SGD, because the first steps of Adam turn rounding errors into full steps.
 """
 import json

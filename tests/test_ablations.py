@@ -1,4 +1,4 @@
-"""Sweeps: the runs of each table, none of them twice, stopping and continuing, and the tables and figures."""
+"""The runs of each table, none of them twice, stopping and continuing, and the tables and figures."""
 import csv
 import json
 import signal
@@ -12,11 +12,11 @@ import pytest
 
 import ablations
 import cli
-import devices
 import helpers
+import presets
 import report
 import run_folder
-import train_crae
+import sweeps
 
 QUICK = dict(steps=4, **helpers.QUICK)
 
@@ -27,14 +27,14 @@ def fake(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     started = []
 
-    def sweep(runs, jobs, device):
+    def sweep(runs, jobs, processes, device):
         for run in runs:
-            if not ablations.is_finished(run):
+            if not sweeps.is_finished(run):
                 started.append(run["folder"].name)
                 write_finished_run(run["folder"], run["config"])
         return []
 
-    monkeypatch.setattr(ablations, "sweep", sweep)
+    monkeypatch.setattr(sweeps, "sweep", sweep)
     return started
 
 
@@ -42,7 +42,7 @@ def write_finished_run(folder, config):
     """The files of a finished run: an error of 10 % plus the seed, and a matrix with 0.55 on the diagonal."""
     folder.mkdir(parents=True)
     steps, classes = config["steps"], 2 if "npz" in config["dataset"] else 10
-    resolved = dict(rotation_heads=config["heads"] or classes, num_classes=10, parameters=1)
+    resolved = dict(rotation_heads=config.get("heads") or classes, num_classes=10, parameters=1)
     (folder / "config.json").write_text(json.dumps(config | dict(resolved=resolved)))
     row = dict(step=steps, test_error=10.0 + config["seed"], unlabeled_error=9.0)
     run_folder.write_rows(folder / "log.csv", [row], "w")
@@ -53,21 +53,29 @@ def write_finished_run(folder, config):
 
 
 @pytest.mark.parametrize("table, methods", {
-    "components": ["crae", "crae_ext1", "crae_plus", "no_rotation", "no_rotation_ext1", "crae_ext2"],
-    "ensemble": ["crae", "random", "independent", "detach", "crae_plus"],
-    "aux_classifier": ["crae", "crae_no_aux", "crae_plus", "crae_plus_no_aux"],
+    "self_supervised": ["labeled_only", "fine_tune", "s4l", "s4l_upright", "s4l_weight2", "crae"],
+    "state_of_the_art": ["labeled_only", "pi_model", "pseudo_label", "mixup", "vat", "mean_teacher",
+                         "mixmatch", "ict", "swa", "fixmatch", "crae", "crae_plus"],
+    "components": ["crae", "crae_ext1", "crae_plus", "no_rotation", "no_rotation_ext1", "crae_ext2",
+                   "crae_entmin", "crae_ext2_entmin"],
+    "ensemble": ["crae", "random", "independent", "detach", "crae_plus", "s4l", "s4l_one_rotation"],
+    "aux_classifier": ["crae", "crae_aux_all", "crae_no_aux", "crae_plus", "crae_plus_aux_all",
+                       "crae_plus_no_aux"],
     "heads": ["independent_2", "independent", "independent_20"],        # ten heads are the default for digits
     "diversity": ["crae", "crae_plus"],
 }.items())
 def test_each_table_has_its_runs(table, methods, fake, capsys):
     rows = ablations.ablate(table, labels=[50, 100], seeds=[0, 2])
     assert fake == [f"digits_{n}_{m}_{seed}" for n in (50, 100) for m in methods for seed in (0, 2)]
-    for name in fake:                                           # the folder that train_crae.py would choose
+    for name in fake:                                           # the folder that the script would choose
         saved = json.loads(Path("runs", name, "config.json").read_text())
         assert Path(saved["out"]) == Path("runs", name)
     if table != "diversity":
         assert [(r["labels"], r["error"]) for r in rows] == [(n, "11.00 ± 1.41 (2)")
                                                              for n in (50, 100) for _ in methods]
+        names = dict(independent="independent, 10 heads") if table == "heads" else {}
+        shown = [r["method"] for r in rows[:len(methods)]]
+        assert sorted(shown) == sorted(names.get(m, report.METHODS[m]) for m in methods)
         assert all(r["paper"] == "" for r in rows)              # the paper has no digits
     else:
         assert {r["mean_diagonal"] for r in rows} == {"0.5500"} and len(rows) == 8
@@ -93,7 +101,7 @@ def test_what_a_killed_run_leaves_does_not_stop_a_sweep_but_other_files_do(fake,
     folder.mkdir(parents=True)
     (folder / ".lock").touch()
     (folder / "config.tmp.json").touch()
-    runs = [ablations.plan_run(dict(), "runs")]
+    runs = [sweeps.plan_run(dict(), "runs")]
     assert not run_folder.holds_anything(folder) and runs[0]["folder"] == folder
     folder.rename("elsewhere")
     ablations.ablate("diversity")
@@ -107,9 +115,22 @@ def test_what_a_killed_run_leaves_does_not_stop_a_sweep_but_other_files_do(fake,
 
 
 def test_tables_share_their_runs(fake):
-    for table in "components", "ensemble", "aux_classifier", "heads", "diversity":
+    for table in ablations.ROWS:
         ablations.ablate(table)
-    assert len(fake) == len(set(fake)) == 6 + 3 + 2 + 2
+    assert len(fake) == len(set(fake)) == 6 + 10 + 6 + 4 + 4 + 2
+
+
+@pytest.mark.parametrize("dataset, methods", {
+    "cifar10": "labeled_only pi_model pseudo_label mixup vat mean_teacher mixmatch ict crae crae_plus",
+    "svhn": "labeled_only pi_model pseudo_label mixup vat mean_teacher mixmatch ict crae crae_plus",
+    "cifar100": "mixmatch swa crae crae_plus",
+    "fashion_mnist": "labeled_only pi_model pseudo_label mixup vat mean_teacher mixmatch ict swa fixmatch "
+                     "crae crae_plus",
+}.items())
+def test_the_papers_datasets_are_compared_with_the_papers_baselines(dataset, methods):
+    rows = ablations.rows_of("state_of_the_art", dataset, "wrn-28-2")
+    planned = [sweeps.plan_run(row | dict(dataset=dataset), "runs")["config"] for row in rows]
+    assert [config["method"] for config in planned] == methods.split()
 
 
 def test_rotation_dim_goes_down_from_the_number_of_features_and_counts_costs(fake, capsys):
@@ -125,12 +146,18 @@ def test_rotation_dim_goes_down_from_the_number_of_features_and_counts_costs(fak
 
 
 def test_the_papers_number_is_shown_only_for_the_papers_setting(fake, monkeypatch):
-    monkeypatch.setattr(run_folder, "load_images", lambda config: (None, None, None, range(10)))
-    monkeypatch.setattr(run_folder, "draw_split", lambda *rest: None)
+    monkeypatch.setattr(ablations, "check_splits", lambda *rest: (10, 32))
     rows = ablations.ablate("ensemble", dataset="cifar10", labels=[250])
-    assert [r["paper"] for r in rows] == ["17.07", "28.68", "23.26", "23.27", "10.76"]
+    assert [r["paper"] for r in rows] == ["17.07", "28.68", "23.26", "23.27", "10.76", "32.66", ""]
     rows = ablations.ablate("ensemble", dataset="cifar10", labels=[250], steps=10)
-    assert [r["paper"] for r in rows] == [""] * 5
+    assert [r["paper"] for r in rows] == [""] * 7
+    rows = ablations.ablate("self_supervised", dataset="cifar10", labels=[250])
+    assert [r["paper"] for r in rows] == ["56.76", "53.66", "32.66", "", "", "17.07"]
+    rows = ablations.ablate("state_of_the_art", dataset="cifar100")
+    assert [(r["method"], r["paper"]) for r in rows] == [
+        ("MixMatch", "25.88 [mixmatch]"), ("SWA", "28.80 [fast-swa]"), ("CRAE", "30.68"), ("CRAE+", "25.69")]
+    rows = ablations.ablate("self_supervised", dataset="imagenet", labels=["10%"], batch=256)
+    assert [r["paper"] for r in rows] == ["40.84", "", "36.16", "", "", "34.66"]        # 100 - top-1 accuracy
 
 
 @pytest.mark.slow
@@ -153,8 +180,9 @@ def test_a_real_sweep_is_not_repeated_and_the_report_shows_it(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_sweep_is_continued(tmp_path):
-    words = "diversity", "--steps=400", *helpers.words_of(**helpers.QUICK), "--labels=50"
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_stopped_sweep_is_continued(processes, tmp_path):
+    words = "diversity", "--steps=400", *helpers.words_of(**helpers.QUICK, processes=processes), "--labels=50"
     process = subprocess.Popen([sys.executable, helpers.HERE / "ablations.py", *words], cwd=tmp_path,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     log = tmp_path / "runs" / "digits_50_crae_0_archwrn-10-0.25_steps400_batch4" / "log.csv"
@@ -171,45 +199,6 @@ def test_a_stopped_sweep_is_continued(tmp_path):
     assert done.returncode == 0, done.stderr
     assert log.read_text().splitlines()[1] == first             # continued, not started again
     assert len(log.read_text().splitlines()) == 21 and (log.parent / "model.pt").exists()
-
-
-def test_cores_and_gpus_are_distributed_over_the_runs(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(ablations.subprocess, "Popen",
-                        lambda command, env, **rest: asked.append((command, env)))
-    monkeypatch.setattr(devices, "cores", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    run = ablations.plan_run(dict(plus=True, aux=False, dataset="digits", seed=3), tmp_path)
-    ablations.start_run(run, 1, 4, None)
-    monkeypatch.setattr(ablations.torch.cuda, "device_count", lambda: 2)
-    for slot in range(4):
-        ablations.start_run(run, slot, 4, None)
-    assert [env["OMP_NUM_THREADS"] for _, env in asked] == ["2"] * 5
-    assert "CUDA_VISIBLE_DEVICES" not in asked[0][1]
-    assert [env["CUDA_VISIBLE_DEVICES"] for _, env in asked[1:]] == ["0", "1", "0", "1"]
-    ablations.start_run(run, 1, 4, "cpu"), ablations.start_run(run, 1, 4, "cuda:1")
-    assert not any("CUDA_VISIBLE_DEVICES" in env for _, env in asked[5:])
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    ablations.start_run(run, 1, 4, "cuda")
-    assert asked[-1][1]["CUDA_VISIBLE_DEVICES"] == "7"
-    words = [str(word) for word in asked[0][0][2:]]
-    assert words == ["--plus=True", "--aux=False", "--seed=3",
-                     f"--out={tmp_path}/digits_100_crae_plus_no_aux_3", "--resume"]
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_is_named_and_the_others_are_finished(monkeypatch, tmp_path):
-    runs = [ablations.plan_run(dict(QUICK, seed=seed), tmp_path) for seed in (0, 1)]
-    runs[0]["folder"].mkdir()
-    (runs[0]["folder"] / "something").touch()                   # not the folder of a run
-    failed, = ablations.sweep(runs, 1, "cpu")
-    assert "_0_" in failed and "is not the folder of a run" in failed
-    assert ablations.is_finished(runs[1])
-    monkeypatch.setattr(ablations, "sweep", lambda *rest: [failed])
-    with pytest.raises(cli.Refused,
-                       match="1 of 2 runs failed; the first is .*_0_.*is not the folder of a run"):
-        ablations.ablate("diversity", out=str(tmp_path / "other"), device="cpu")
 
 
 def test_folders_of_other_experiments_and_of_running_sweeps_are_refused(tmp_path, fake):
@@ -235,17 +224,25 @@ def test_folders_of_other_experiments_and_of_running_sweeps_are_refused(tmp_path
 
 
 @pytest.mark.parametrize("flags, word", {
-    "": "TABLE is missing, one of components, ensemble", "everything": "components, ensemble",
+    "": "TABLE is missing, one of self_supervised, state", "everything": "components, ensemble",
     "heads --jobs 0": "--jobs", "heads --seeds a": "--seeds", "heads --seeds -1": "--seeds",
     "heads --labels 50,x": "--labels", "heads --labels 5": "--labels", "heads --labels 100,2000": "--labels",
     "heads --dataset nothing": "--dataset", "heads --arch vgg": "--arch", "heads --steps 0": "--steps",
     "rotation_dim --arch vgg": "--arch", "heads --plus": "--plus", "heads more": "more",
-    "heads --out file": "--out",
+    "heads --out file": "--out", "heads --processes 0": "--processes",
+    "heads --processes 2 --jobs 2": "need 4 GPUs, but there are 0",
+    "heads --processes 3": "--processes 3: a batch of 32 cannot be divided equally",
+    "heads --processes 2 --accumulate 32": "give a --batch divisible by 64",
+    "heads --processes 2 --device cuda:0": "--device cuda:0",
+    "heads --dry_run --dataset nothing": "--dataset", "heads --dry_run --labels x": "--labels",
+    "heads --dry_run --accumulate 3": "--accumulate 3",
+    "state_of_the_art --dataset imagenet --dry_run": "--method pi_model: needs several views",
 }.items())
 def test_bad_input_gives_one_line_before_any_work(flags, word, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
-    monkeypatch.setattr(ablations, "sweep", lambda *a: pytest.fail("the sweep started"))
+    monkeypatch.setattr(sweeps, "sweep", lambda *rest: pytest.fail("the sweep started"))
+    monkeypatch.setattr(sweeps, "print_plan", lambda *rest: pytest.fail("the plan was printed"))
     with pytest.raises(SystemExit) as stop:
         helpers.command_line(ablations, flags.split(), ablations.ablate)
     assert isinstance(stop.value.code, str) and "\n" not in stop.value.code and word in stop.value.code
@@ -261,4 +258,58 @@ def test_help_names_every_flag_and_table(capsys):
         assert name == "table" or f"--{name} " in text, name
     for table in [*ablations.ROWS, "rotation_dim"]:
         assert f"    {table} " in text
-    assert train_crae.method_name(True, True, False, "marginal", None, "upright") == "crae_plus"
+
+
+# ---------------------------------------------------------------- without data
+
+
+def test_a_dry_run_needs_no_data_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run_folder, "load_images", lambda config: pytest.fail("the data was read"))
+    monkeypatch.setattr(sweeps, "sweep", lambda *rest: pytest.fail("the sweep started"))
+    asked = []
+    monkeypatch.setattr(sweeps, "print_plan", lambda *rest: asked.append(rest))
+    for dataset in presets.NAMED:
+        ablations.ablate("components", dataset=dataset, dry_run=True)
+    shapes = [(num_classes, image_size) for _, num_classes, image_size, _, _ in asked]
+    assert shapes == [(10, 8), (10, 32), (100, 32), (10, 32), (10, 32), (10, 28), (1000, 224)]
+    ablations.ablate("heads", dataset="svhn", image_size=16, jobs=3, dry_run=True)
+    assert asked[-1][1:] == (10, 16, 3, 1)
+    assert [run["config"]["method"] for run in asked[-1][0]] == ["independent_2", "independent",
+                                                                 "independent_20"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_reads_own_data(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = helpers.save_few_digits(tmp_path / "few.npz")
+    asked = []
+    monkeypatch.setattr(sweeps, "print_plan", lambda *rest: asked.append(rest))
+    ablations.ablate("heads", dataset=file, dry_run=True)
+    assert asked[0][1:3] == (10, 8)
+    with pytest.raises(cli.Refused, match="--labels 5: too few for 10 classes"):
+        ablations.ablate("heads", dataset=file, labels=[5], dry_run=True)
+
+
+def test_the_named_datasets_have_the_known_classes_and_sizes():
+    config = sweeps.plan_run(dict(dataset="digits"), "runs")["config"]
+    assert ablations.known_shape(config) == ablations.check_splits("heads", [config]) == (10, 8)
+    assert presets.NUM_CLASSES.keys() == presets.IMAGE_SIZE.keys() == presets.NAMED.keys()
+
+
+def test_the_plan_of_imagenet_reads_no_image(fake, tmp_path, monkeypatch):
+    """The files are not images: every attempt to read one would fail."""
+    for part in "train", "val":
+        for k in range(1000):
+            folder = tmp_path / "data" / part / f"n{k:08}"
+            folder.mkdir(parents=True)
+            for i in range(3 if part == "train" else 1):
+                (folder / f"{i}.JPEG").write_bytes(b"no image")
+    monkeypatch.setitem(presets.imagenet_1, "validation", 100)
+    monkeypatch.setattr(ablations, "head_cost", lambda *rest: (1, 1.0, 1024))
+    rows = ablations.ablate("rotation_dim", dataset="imagenet", labels=[1000], processes=2, accumulate=2,
+                            batch=8, device="cpu")
+    dims = [0, 2048, 1024, 512, 256, 128, 64, 32, 16, 8, 4]
+    # The preset has 16, so this run is the one of the other tables.
+    assert fake == [f"imagenet_1000_crae_0{'' if d == 16 else f'_rot_dim{d}'}_batch8" for d in dims]
+    assert [r["rot_dim"] for r in rows] == ["no reduction", *dims[1:]]

@@ -1,4 +1,4 @@
-"""Augmentation follows the papers, draws per image, and does not depend on how a batch is shared out."""
+"""Augmentation follows the papers, draws per image, and does not depend on how a batch is split."""
 import math
 
 import numpy as np
@@ -14,7 +14,7 @@ from helpers import generator, random_images
 # ---------------------------------------------------------------- weak augmentation and rotation
 
 
-def test_rotate4_is_rot90_and_its_z():
+def test_rotate4_agrees_with_rot90():
     x = random_images(6)
     copies, z = augmentation.rotate4(x)
     assert copies.shape == (24, 3, 8, 8) and z.tolist() == [0] * 6 + [1] * 6 + [2] * 6 + [3] * 6
@@ -53,7 +53,7 @@ def test_flip_and_crop_draws_per_image_and_only_from_its_generator():
     assert not torch.equal(a, augmentation.flip_and_crop(x, True, generator(2)))
 
 
-def test_scale_is_mixmatch():
+def test_scale_is_that_of_mixmatch():
     x = torch.arange(256, dtype=torch.uint8)
     expected = torch.tensor([i * 2 / 255 - 1 for i in range(256)])
     torch.testing.assert_close(augmentation.scale(x), expected, atol=1e-6, rtol=0)
@@ -155,7 +155,7 @@ def test_parts_of_a_batch_mix_among_themselves_with_the_alpha_of_a_single_proces
     whole = augmentation.scale(random_images(parts * sum(SIZES)))
     gen = generator(3)
     alpha = 0.5 + 0.5 * torch.rand(len(whole), generator=gen)
-    partner = torch.randperm(sum(SIZES), generator=gen)         # each part has its own images to mix
+    partner = torch.randperm(sum(SIZES), generator=gen)         # each part mixes its own images
     local, alphas = (share_out(t, SIZES, parts) for t in (whole, alpha))
     for _, part in shares(1, parts):
         x = local[part]
@@ -171,7 +171,7 @@ def photos(N=12, size=20):
     return random_images(N, size).float().mul(0.6).add(torch.linspace(10, 90, size)).byte()
 
 
-def test_colours_change_as_torchvision_changes_single_images():
+def test_colour_operations_agree_with_torchvision_on_single_images():
     x, u = photos(), torch.linspace(0, 0.99, 12).view(-1, 1, 1, 1)
     ops = augmentation.colour_ops(x, u)
     for i in range(12):
@@ -213,7 +213,7 @@ def test_moves_are_rotation_shear_and_translation_of_each_image():
         assert min((moved - t)[..., inner, inner].abs().max() for t in theirs) <= 2, op
 
 
-def test_each_operation_is_drawn_equally_often_and_twice(monkeypatch):
+def test_two_operations_are_drawn_per_image_and_all_equally_often(monkeypatch):
     colours = [torch.full((1, 3, 8, 8), 10 + k, dtype=torch.uint8) for k in range(8)]
     monkeypatch.setattr(augmentation, "colour_ops", lambda x, u: colours)
     monkeypatch.setattr(augmentation, "move", lambda x, op, u: torch.zeros_like(x) + op.byte() + 10)

@@ -1,4 +1,4 @@
-"""The parts of the methods against known values, and the loops of Mean Teacher, fast-SWA and FixMatch."""
+"""The parts of the methods against known values; how Mean Teacher, fast-SWA and FixMatch train."""
 import copy
 import csv
 import math
@@ -84,7 +84,7 @@ def test_a_direction_has_norm_1_however_small_its_gradient_was(size):
     d = torch.randn(5, 3, 8, 8, generator=generator())
     unit = tb.unit(size * d)
     torch.testing.assert_close(unit.flatten(1).norm(dim=1), torch.ones(5))
-    tolerance = 1e-3 if size == 1e-40 else 1e-6                 # float32 has few digits left down there
+    tolerance = 1e-3 if size == 1e-40 else 1e-6                 # float32 has few digits left at this size
     torch.testing.assert_close(unit, normalized(d, 1), atol=tolerance, rtol=tolerance)
     assert not tb.unit(0 * d).any()
 
@@ -202,7 +202,7 @@ def test_swa_run_averages_weights_refreshes_bn_and_cycles(tmp_path, monkeypatch)
         return real_augment(x, flip=flip, gen=gen)
 
     def objective(model, *rest, **more):
-        weights.append(model.backbone.conv.weight.detach().clone())             # as the step before left them
+        weights.append(model.backbone.conv.weight.detach().clone())             # after the step before
         return real_objective(model, *rest, **more)
 
     monkeypatch.setattr(augmentation, "flip_and_crop", augment)

@@ -99,7 +99,7 @@ def test_stage_one_weights_for_other_runs(tmp_path, monkeypatch, capsys):
         with pytest.raises(cli.Refused, match="--pretrained bad.pt: cannot be read"):
             tb.train(**quick, pretrained="bad.pt", out="third")
         assert not Path("third").exists()
-    (folder / "model.pt").unlink()                              # killed at the very end
+    (folder / "model.pt").unlink()                              # as if killed at the very end
     Path("first").rename("moved")
     tb.train(**quick, labels=50, pretrained="first", resume=True)
     assert (folder / "model.pt").exists()
@@ -123,7 +123,7 @@ def test_the_first_stage_has_the_presets_bn_momentum_and_learns_all_but_the_clas
 # ---------------------------------------------------------------- constants and names
 
 
-def test_constants_are_the_protocols():
+def test_constants_are_those_of_the_protocol():
     """The table of the protocol, written out again: weight, then weight decay if it is not the preset's."""
     def of(table, method, *names):
         return tuple(table[method].get(name) for name in names)
@@ -340,7 +340,7 @@ BAD = {                                                         # flags: what th
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_input_is_one_line_before_any_work(flags, tmp_path, monkeypatch, capsys):
+def test_bad_input_gives_a_one_line_error_before_any_work(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(training, "fit", lambda *a, **k: pytest.fail("training began"))
     with pytest.raises(SystemExit) as stop:

@@ -1,4 +1,4 @@
-"""The benchmark measures every part and batches from disk, and calculates ImageNet's cost as by hand."""
+"""The benchmark measures every part and batches from disk, and calculates ImageNet's cost correctly."""
 import pytest
 from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Broken and unusual images, links and .npz files are loaded, skipped or refused in one line."""
+"""Broken and unusual images, links and .npz files are loaded, skipped or refused with a one-line message."""
 import csv
 import os
 from pathlib import Path
@@ -128,7 +128,7 @@ def test_links_in_predict(photos, tmp_path):
     Image.new("RGB", (9, 9)).save(folder / "deep" / "good.png")
     os.symlink(tmp_path / "outside" / "x.png", folder / "out.png")
     os.symlink(tmp_path / "outside", folder / "away")
-    os.symlink(folder / "deep", folder / "inside")              # its target is predicted in its own place
+    os.symlink(folder / "deep", folder / "inside")              # its target is predicted under its own path
     os.symlink(folder / "loop.png", folder / "loop.png")
     with pytest.raises(cli.Refused, match="3 of 4 files could not be read"):
         evaluate.use_model("predict", str(tmp_path / "run"), str(folder), out=str(tmp_path / "p.csv"),
@@ -169,7 +169,7 @@ DEFECTS = dict(
 
 @st.composite
 def archives(draw):
-    """Correct arrays, and then up to two defects."""
+    """Correct arrays with up to two defects."""
     size, n = draw(st.sampled_from([1, 7, 8, 8, 8, 8, 9])), draw(st.integers(2, 12))
     classes = draw(st.integers(1, 3))
     arrays = {}
@@ -190,7 +190,7 @@ def archives(draw):
 
 
 @pytest.mark.slow
-def test_random_npz_files_are_loaded_or_refused_in_one_line(tmp_path):
+def test_random_npz_files_are_loaded_or_refused_with_one_line(tmp_path):
     counted = dict(loaded=0, refused=0)
 
     @TRIED
@@ -217,7 +217,7 @@ def test_random_npz_files_are_loaded_or_refused_in_one_line(tmp_path):
 @pytest.mark.slow
 @TRIED
 @given(st.binary(max_size=300))
-def test_random_bytes_are_no_npz(tmp_path_factory, content):
+def test_random_bytes_are_not_an_npz_file(tmp_path_factory, content):
     path = tmp_path_factory.getbasetemp() / "random.npz"
     path.write_bytes(content)
     with pytest.raises(cli.Refused) as stop:

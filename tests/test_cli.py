@@ -103,7 +103,7 @@ def under_fire(script, words, monkeypatch, folder, counted):
 @pytest.mark.parametrize("script, fixed", [
     (train_crae, dict(arch=SMALL_NETS, dataset=DATASETS)),
     (train_baselines, dict(arch=SMALL_NETS, dataset=DATASETS, method=METHODS))])
-def test_random_flags_resolve_or_are_one_line(script, fixed, monkeypatch, tmp_path):
+def test_random_flags_resolve_or_give_a_one_line_error(script, fixed, monkeypatch, tmp_path):
     counted = dict(resolved=0, refused=0)
     prefix = [] if script is train_crae else ["--method=pi_model"]
 
@@ -119,7 +119,7 @@ def test_random_flags_resolve_or_are_one_line(script, fixed, monkeypatch, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [train_crae, train_baselines])
 def test_every_flag_with_every_odd_value_alone(script, monkeypatch, tmp_path):
-    """What a list of random flags hides behind its first mistake."""
+    """Finds the errors that a list of random flags hides behind its first mistake."""
     odd = ["0", "-1", "1e3", "nan", "inf", "9" * 30, "99999999999", "", "x", "x" * 300, "../" * 900, "１",
            "1%", "101%", "0%", "-5%", "true", "None"]
     first, counted = ["--method=fine_tune"] if script is train_baselines else [], dict(resolved=0, refused=0)
@@ -135,7 +135,7 @@ def test_every_flag_with_every_odd_value_alone(script, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("train", [train_crae.train, train_baselines.train])
 @pytest.mark.parametrize("flags, message", [
-    (dict(labels="50"), "--labels 50: must be a whole number or a share such as 10%"),
+    (dict(labels="50"), "--labels 50: must be a whole number or a percentage such as 10%"),
     (dict(steps="5"), "--steps 5: must be a whole number"),
     (dict(steps=5.0), "--steps 5.0: must be a whole number"),
     (dict(steps=True), "--steps True: must be a whole number"),
@@ -275,8 +275,8 @@ def test_neither_cli_nor_presets_nor_the_tables_of_flags_import_torch():
 
 # A file may import files of its own and of earlier groups, but not in a circle.
 ORDER = [["cli"], ["losses", "models", "presets", "devices", "distributed"], ["augmentation"], ["folders"],
-         ["data"], ["settings"], ["run_folder", "metrics"], ["training"],
-         [Path(script).stem for script in SCRIPTS]]
+         ["data"], ["settings"], ["run_folder", "metrics"], ["training", "results"],
+         ["sweeps", *(Path(script).stem for script in SCRIPTS)]]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Damaged, foreign and malicious files in the folder of a run: refused or replaced, never executed."""
+"""Damaged, foreign and malicious files in the run folder: refused or replaced, never executed."""
 import csv
 import os
 import pickle
@@ -35,7 +35,7 @@ def of_another_seed(path):
 
 
 def one_bit(path):
-    """In the middle of the largest tensor, where torch.load does not look."""
+    """Flip a bit in the middle of the largest tensor, which torch.load does not check."""
     with zipfile.ZipFile(path) as file:
         tensor = max((file.read(name) for name in file.namelist() if "/data/" in name), key=len)
     content = bytearray(path.read_bytes())
@@ -116,7 +116,7 @@ def test_damaged_history_is_refused_not_shortened(hooked, tmp_path, name, damage
 
 
 def test_a_class_name_that_was_cut_off_inside_a_character(tmp_path, monkeypatch):
-    """And one that no encoding has."""
+    """And a class name that is not valid in any encoding."""
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8), np.uint8)
     names = np.array(["hünd", "kätz"])
     np.savez(tmp_path / "x.npz", train_images=images, train_labels=names[np.arange(40) % 2],

@@ -101,7 +101,7 @@ def test_split_is_disjoint_complete_seeded_and_balanced():
     assert all(np.array_equal(split[k], again[k]) for k in split)
     other = data.make_split(labels, parts, 250, 500, seed=2)
     assert not np.array_equal(split["labeled"], other["labeled"])
-    more = data.make_split(labels, parts, 500, 500, seed=1)     # more labels: the same images and others
+    more = data.make_split(labels, parts, 500, 500, seed=1)     # more labels: the same images, and others
     assert set(split["labeled"]) < set(more["labeled"])
     assert np.array_equal(split["validation"], more["validation"])
 
@@ -162,7 +162,7 @@ def test_imagenet_split_is_s4ls(monkeypatch):
     counts = {np.sum(labels.numpy()[split_with(seed=s)["labeled"]] == 0) for s in range(20)}
     assert len(counts) > 5 and all(250 < n < 350 for n in counts)       # not exactly balanced
     assert np.array_equal(split["labeled"], split_with()["labeled"])
-    elsewhere = split_with(dataset="images", labels="10%")      # that share: balanced and disjoint
+    elsewhere = split_with(dataset="images", labels="10%")      # balanced and disjoint
     assert np.bincount(labels.numpy()[elsewhere["labeled"]]).tolist() == [300, 100]
     assert len(elsewhere["unlabeled"]) == 4000 - 400 - 50
 
@@ -229,7 +229,7 @@ def test_named_datasets_come_from_torchvision(monkeypatch, tmp_path):
 @pytest.mark.parametrize("dataset, file", [
     ("cifar10", "cifar-10-python.tar.gz"), ("svhn", "train_32x32.mat"),
     ("cifar100", "cifar-100-python.tar.gz"), ("fashion_mnist", "t10k-labels-idx1-ubyte.gz")])
-def test_a_failed_download_tells_where_to_put_the_files(monkeypatch, tmp_path, dataset, file):
+def test_a_failed_download_says_where_to_put_the_files(monkeypatch, tmp_path, dataset, file):
     def offline(*args, **kwargs):
         raise OSError("no route to host")
 

@@ -1,15 +1,19 @@
-"""Cores and memory, also on systems without Linux's interfaces, and the estimate of what a step needs."""
+"""Cores and memory on Linux and on systems without its interfaces, such as macOS; the FLOPs of a step."""
 import os
 import re
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import augmentation
 import devices
 import folders
+import train_baselines
 import train_crae
+from helpers import BASELINES, QUICK, generator, random_images
 from models import make_model
 
 
@@ -44,6 +48,59 @@ def test_free_memory_without_proc_and_cgroups(monkeypatch):
     monkeypatch.setattr(devices.Path, "read_text", missing)
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert devices.free_memory("cpu") == physical > 0
+
+
+# ---------------------------------------------------------------- speed
+
+
+class TwoLayers(nn.Module):
+    """48 inputs, 5 hidden units, 3 classes: 48 * 5 and 5 * 3 products per image."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x.flatten(1))), None, None
+
+
+@pytest.mark.parametrize("mu", [0, 1, 7])
+def test_flops_of_a_step_agree_with_those_counted_by_hand(mu):
+    """Forward: 2 FLOPs per product. Backward: as many for the weights, and for the inputs of `second`."""
+    def objective(model, x_l, y_l, x_u, **_):
+        assert (len(x_l), len(y_l), len(x_u)) == (6, 6, 6 * mu)
+        return {"class": model(torch.cat([x_l, x_u]).float())[0].mean()}
+
+    counted = devices.step_flops(lambda config, num_classes: (TwoLayers(), objective, dict(mu=mu)),
+                                 dict(batch=6), 3, image_size=4)
+    assert counted == 6 * (1 + mu) * 2 * (2 * 48 * 5 + 3 * 5 * 3)
+
+
+CRAE = [dict(), dict(plus=True), dict(heads=0), dict(select="random"), dict(entmin=True, ext2=True)]
+
+
+@pytest.mark.parametrize("module, flags", [*((train_crae, flags) for flags in CRAE),
+                                           *((train_baselines, dict(method=m)) for m in BASELINES)], ids=str)
+def test_fake_tensors_cost_what_a_real_step_costs(module, flags):
+    config = module.configure(**QUICK, **flags)
+    net, objective, loop = module.build(config, 10)
+    x, y = random_images(4 + 4 * loop.get("mu", 1)), torch.arange(4)
+    with FlopCounterMode(display=False) as counter:
+        terms = objective(net, x[:4], y, x[4:], augment=lambda x: x, gen=generator(), step=0, ema=net)
+        sum(terms.values()).backward()
+    assert devices.step_flops(module.build, config, 10, 8) == counter.get_total_flops() > 1e6
+    assert torch.zeros(1).sum().item() == 0                     # tensors are real again
+
+
+def test_flop_rate(monkeypatch):
+    """The fake clock measures 2, 5 and 3 seconds, of which the fastest counts."""
+    config = train_crae.configure(**QUICK)
+    net, *_ = train_crae.build(config, 10)
+    with FlopCounterMode(display=False) as counter:
+        sum(logits.sum() for logits in net(torch.zeros(32, 3, 8, 8))).backward()        # 8 * batch copies
+    clock = iter([0, 2, 2, 7, 7, 10])
+    monkeypatch.setattr(devices.time, "perf_counter", lambda: next(clock))
+    assert devices.flop_rate(net, config, 8, seconds=9) == counter.get_total_flops() / 2
 
 
 # ---------------------------------------------------------------- the memory of a step

@@ -69,7 +69,7 @@ def test_shares_are_augmented_like_the_whole_batch(world, parts):
         assert not torch.equal(outside, expected)               # the test can fail
 
 
-def test_each_set_of_images_is_shared_out_by_itself():
+def test_each_set_of_images_is_split_separately():
     drawn = torch.arange(12)                                    # two sets of six, three processes
     found = [distributed.local_rows(drawn, sizes=[2, 2]).tolist() for _ in shares(3)]
     assert found == [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]]
@@ -212,7 +212,7 @@ def start(folder, *more, restarts=0):
 
 
 def process_of_rank(parent, rank):
-    """The process id of the child with this rank."""
+    """The process ID of the child with this rank."""
     def environment(child):
         return Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
 
@@ -285,7 +285,7 @@ def test_scripts_and_devices_that_torchrun_cannot_use(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-def test_bad_flags_of_two_processes_are_reported_in_lines(tmp_path):
+def test_bad_flags_of_two_processes_are_reported_without_a_traceback(tmp_path):
     command = [*TORCHRUN, helpers.HERE / "train_crae.py", *WORDS, "--batch=7", f"--out={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, timeout=100)
     assert done.returncode and "--batch 7: cannot be divided equally among 2 processes" in done.stderr

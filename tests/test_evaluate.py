@@ -22,7 +22,7 @@ import train_crae
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A small run that has learnt something."""
+    """A short run that has learnt something."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     train_crae.train(steps=60, batch=16, arch="wrn-10-1", out=str(folder), device="cpu")
     return folder
@@ -152,7 +152,7 @@ def test_predictions_for_a_folder_with_broken_files(run, tmp_path, monkeypatch, 
     assert len(open("one.csv").read().splitlines()) == 2
 
 
-def test_images_of_which_none_exists(run, tmp_path):
+def test_predict_refuses_images_that_do_not_exist(run, tmp_path):
     with pytest.raises(SystemExit, match="IMAGES nowhere/: no such file or folder"):
         call("predict", run, "nowhere/", "--out", tmp_path / "p.csv")
     assert not (tmp_path / "p.csv").exists()
@@ -338,7 +338,7 @@ def test_explain_refuses_damaged_files(run, tmp_path):
 # ---------------------------------------------------------------- bad input
 
 
-def test_bad_input_gives_one_line(run, tmp_path, monkeypatch):
+def test_bad_input_gives_a_one_line_error(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in "empty", "unfinished", "damaged", "folder":
         (tmp_path / name).mkdir()

@@ -20,7 +20,7 @@ from helpers import QUICK, make_image_folder, rows_of, same
 # ---------------------------------------------------------------- list and decode
 
 
-def test_folder_of_any_size_and_mode(tmp_path):
+def test_images_of_any_size_and_mode(tmp_path):
     root = make_image_folder(tmp_path / "images", ("train", "val"))
     modes = dict(L=90, RGBA=(90,) * 3 + (255,), P=0, CMYK=(165,) * 3 + (0,), LA=(90, 255))
     modes["1"], modes["I;16"], modes["F"] = 1, 90 * 257, 90 / 255
@@ -145,7 +145,7 @@ def test_a_run_from_disk_has_the_bits_of_a_run_in_memory_with_any_number_of_work
 
 
 def test_random_crops_only_depend_on_seed_step_and_place(tmp_path):
-    """In any order, with any number of workers, from any step on; every epoch crops an image anew."""
+    """In any order, with any number of workers, from any step on; every epoch crops an image afresh."""
     root = make_image_folder(tmp_path / "images", n=6)
     index = dict(labeled=torch.arange(4), unlabeled=torch.arange(4, 12))
 
@@ -265,7 +265,7 @@ def make_imagenet(tmp_path, n=6):
 @pytest.mark.slow
 @pytest.mark.parametrize("script, flags", [
     (train_crae, {}), (train_baselines, dict(method="s4l")), (train_baselines, dict(method="labeled_only"))])
-def test_imagenet_from_end_to_end(tmp_path, monkeypatch, capsys, script, flags):
+def test_imagenet_end_to_end(tmp_path, monkeypatch, capsys, script, flags):
     """The preset with smaller sizes: streaming, S4L's crops, SGD, warm-up, learning-rate steps, no EMA."""
     monkeypatch.setitem(presets.IMAGENET_LABELED, "1%", 8)
     monkeypatch.setitem(presets.imagenet_1, "validation", 3)
@@ -300,7 +300,7 @@ def test_missing_imagenet(tmp_path):
     assert "\n" not in str(stop.value)
 
 
-def test_processes_unpack_one_after_another(tmp_path):
+def test_only_one_process_unpacks_at_a_time(tmp_path):
     with folders.one_at_a_time(tmp_path / "data"):
         with (tmp_path / "data" / ".lock").open("a") as file, pytest.raises(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -308,7 +308,7 @@ def test_processes_unpack_one_after_another(tmp_path):
         pass
 
 
-def test_methods_that_need_several_views_are_refused_if_there_is_one(tmp_path):
+def test_methods_that_need_several_views_are_refused_if_there_is_only_one(tmp_path):
     for method in train_baselines.SEVERAL_VIEWS:
         with pytest.raises(cli.Refused, match=f"--method {method}: needs several views"):
             train_baselines.train(method=method, dataset="imagenet", data_dir=str(tmp_path), labels="1%",

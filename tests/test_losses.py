@@ -117,7 +117,7 @@ def test_unlabeled_rotation_loss_pulls_the_class_towards_the_head_that_knows_the
     assert grad[0, 1] < 0 < grad[0, 0] and grad[0, 0] == grad[0, 2]
 
 
-def test_tied_heads_are_one_shared_head():
+def test_tied_heads_act_as_one_shared_head():
     class_logits, shared = random_logits(N, C), random_logits(N, 1, 4, seed=1)
     z = torch.tensor([0, 1, 2, 3, 3])
     tied = unlabeled_rotation_loss(class_logits, shared.expand(N, C, 4), z)
@@ -127,7 +127,7 @@ def test_tied_heads_are_one_shared_head():
     torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), shared)[0] for loss in (tied, one_head)))
     loss = unlabeled_rotation_loss(class_logits, shared.expand(N, C, 4), z).sum()
     grad, = torch.autograd.grad(loss, class_logits)
-    assert grad.abs().max() < 1e-6                              # tied heads carry no information on the class
+    assert grad.abs().max() < 1e-6                              # tied heads say nothing about the class
 
 
 def test_independent_rotation_loss_is_the_mean_of_the_losses_of_all_heads():

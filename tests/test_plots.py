@@ -9,7 +9,7 @@ from helpers import HERE
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are saved, in their order."""
+    """The figures that are saved, in order."""
     kept, real = [], plots.save_figure
 
     def save_figure(figure, path, **options):
@@ -67,7 +67,7 @@ def test_the_figure_of_the_method_shows_the_numbers_of_each_rotation(tmp_path, f
         assert copy.get_title() == f"z = {90 * z}°"
         np.testing.assert_allclose([bar.get_width() for bar in bars.patches], p_y[z])
         assert [t.get_text() for t in bars.get_yticklabels()] == ["cat", "dog", "$x$"]
-        np.testing.assert_allclose(heads.images[0].get_array(), R[z])           # a row per class
+        np.testing.assert_allclose(heads.images[0].get_array(), R[z])           # one row per class
         np.testing.assert_allclose([bar.get_height() for bar in result.patches], p_z[z])
         assert [t.get_text() for t in result.texts] == [f"{p:.2f}" for p in p_z[z]]
         frame, = heads.patches
@@ -102,7 +102,7 @@ def test_the_figure_of_the_method_shows_ten_of_many_classes(tmp_path, figures):
     assert any("(10 of 30)" in t.get_text() for t in figures[0].texts)
 
 
-def test_long_names_are_shortened_and_colours_run_out_in_black():
+def test_long_names_are_shortened_and_colours_beyond_the_palette_are_black():
     assert plots.shorten("fifteen letters") == "fifteen letters"
     assert plots.shorten("sixteen  letters") == "sixteen  lette…"
     assert plots.colour(0) != plots.colour(1) and plots.colour(None) == plots.colour(40) == "black"

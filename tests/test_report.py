@@ -11,6 +11,7 @@ import helpers
 import plots
 import report
 import run_folder
+import train_crae
 
 
 def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed=(),
@@ -112,14 +113,9 @@ def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures
     assert plotted["CRAE"] == [12, 5.5] and plotted["CRAE+"] == [7.125]
     figure = figures["digits_50_diversity_crae.png"]
     assert lines_of(figure)["_child0"][:2] == [[1, 100], [2, 100]]              # epoch, unlabelled error
-    shown = matrices_of(figure)
-    assert len(shown) == 4
-    first = [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]]           # one row per class
-    np.testing.assert_allclose(shown[0], first)
-    np.testing.assert_allclose(shown[-1], shown[0] / 25)        # the last of 25 epochs
-    pair = matrices_of(figures["digits_50_diversity.png"])
-    np.testing.assert_allclose(pair[0], shown[-1])
-    np.testing.assert_allclose(pair[1], shown[0])
+    first = np.array([[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]])         # one row per class
+    np.testing.assert_allclose(matrices_of(figure), [first / 10, first / 20, first / 25])       # of 25 epochs
+    np.testing.assert_allclose(matrices_of(figures["digits_50_diversity.png"]), [first / 25, first])
 
 
 def test_the_papers_numbers_are_next_to_ours_and_missing_cells_are_listed(tmp_path, figures):
@@ -288,3 +284,82 @@ def test_bad_input_gives_one_line(tmp_path, monkeypatch):
         with pytest.raises(SystemExit) as stop:
             helpers.command_line(report, words, report.write_report)
         assert message in stop.value.code and "\n" not in stop.value.code
+
+
+# ---------------------------------------------------------------- the paper's tables and figures
+
+
+@pytest.mark.parametrize("evaluated, shown", [
+    (range(1, 1025), [10, 20, 1024]), (range(1, 41), [10, 20, 40]), (range(10, 1001, 10), [10, 20, 1000]),
+    (range(1, 22), [10, 20, 21]), (range(1, 21), [1, 7, 14, 20]), ([1, 2], [1, 2]), ([1], [1]),
+    (range(4, 41, 4), [4, 16, 28, 40])])                        # every fourth epoch: there is no epoch 10
+def test_the_diversity_figure_shows_the_papers_epochs_if_they_were_evaluated(evaluated, shown):
+    run = dict(epoch=7, matrices={7 * epoch: None for epoch in evaluated})
+    assert report.diversity_steps(run) == [7 * epoch for epoch in shown]
+
+
+def test_rows_that_the_paper_does_not_have_are_marked_and_have_no_number(tmp_path):
+    runs, path = tmp_path / "runs", tmp_path / "report" / "report.md"
+    ours = ["s4l_upright", "s4l_weight2", "s4l_one_rotation", "crae_aux_all", "crae_plus_aux_all",
+            "crae_entmin", "crae_ext2_entmin", "crae_ext2"]
+    for k, method in enumerate([*ours, "s4l"]):
+        make_run(runs, method, "cifar10", 250, errors=[60.0 + k], diversity=False)
+    report.write_report(str(runs), out=str(path.parent))
+    for k, method in enumerate(ours):
+        names = {name for _, rows in report.TABLES.values() for m, name in rows.items() if m == method}
+        name, = names
+        assert name.endswith("(not in the paper)") and method in report.METHODS
+        row = cells(path, "cifar10", name)
+        assert row[1:3] == [f"{60 + k}.00 (1)", ""] and not any(row[3:])
+    text = path.read_text()
+    assert text.count("| S4L | 68.00 (1) | 32.66 |") == 2       # in the first table, and with the ensembles
+    missing = text.split("## Not run, or not finished")[1]
+    assert "not in the paper" not in missing and "entropy" not in missing
+
+
+def test_no_table_of_other_methods_on_svhn_extra_unless_there_are_runs(tmp_path):
+    runs, path = tmp_path / "runs", tmp_path / "report" / "report.md"
+    for method in "crae", "labeled_only", "s4l":
+        make_run(runs, method, "svhn_extra", 250, errors=[8.0], diversity=False)
+    report.write_report(str(runs), out=str(path.parent))
+    text = path.read_text()
+    assert "| SlfSL based SemSL, svhn_extra | 250 labels | paper |" in text
+    assert "SOTA SemSL, svhn_extra" not in text and "Ensembles, svhn_extra" not in text
+    assert "SOTA SemSL, svhn |" in text and "SOTA SemSL, cifar100 | 10000 labels | paper |" in text
+    make_run(runs, "vat", "svhn_extra", 500, errors=[7.0], diversity=False)
+    report.write_report(str(runs), out=str(path.parent))
+    table = path.read_text().split("| SOTA SemSL, svhn_extra ")[1].split("\n\n")[0].splitlines()
+    assert table == ["| 250 labels | 500 labels |", "|---|---|---|", "| Labeled-only | 8.00 (1) |  |",
+                     "| VAT |  | 7.00 (1) |", "| CRAE | 8.00 (1) |  |"]
+    missing = path.read_text().split("## Not run, or not finished")[1]
+    assert not any("VAT" in line for line in missing.splitlines() if line.startswith("- svhn_extra"))
+
+
+def test_each_section_says_which_evaluations_count(tmp_path):
+    runs = tmp_path / "runs"
+    make_run(runs, dataset="imagenet", labels="1%", rot_dim=4, diversity=False)
+    make_run(runs, dataset="my.npz", diversity=False)
+    report.write_report(str(runs), out=str(tmp_path / "report"))
+    before, *sections = (tmp_path / "report" / "report.md").read_text().split("\n## ")
+    assert "evaluation" not in before
+    for section in sections:
+        title = section.splitlines()[0]
+        if title.startswith("imagenet"):
+            assert "median" not in section and "percent: a run's last evaluation." in section
+        elif title in ("cifar10", "svhn", "cifar100", "svhn_extra", "my.npz"):
+            assert "Test errors in percent: the median of a run's last 20 evaluations." in section
+
+
+def test_runs_of_another_definition_of_crae_are_not_counted(tmp_path, capsys):
+    runs = tmp_path / "runs"
+    current = dict(select="marginal", definition=train_crae.DEFINITION)
+    change_config(make_run(runs, errors=[10.0], name="new"), **current)
+    change_config(make_run(runs, errors=[50.0], seed=1, name="old"), select="marginal")
+    change_config(make_run(runs, "detach", errors=[51.0], name="future"), select="detach", definition=99)
+    change_config(make_run(runs, "s4l", errors=[20.0], name="baseline"), base="s4l")
+    report.write_report(str(runs), out=str(tmp_path / "report"))
+    text, errors = (tmp_path / "report" / "report.md").read_text(), capsys.readouterr().err
+    assert "| CRAE | 10.00 (1) |" in text and "| S4L | 20.00 (1) |" in text and "51.00" not in text
+    for name, definition in ("old", 1), ("future", 99):
+        line = f"{runs / name}: used definition {definition} of CRAE, not {train_crae.DEFINITION}"
+        assert line in text.split("## Skipped")[1] and line in errors

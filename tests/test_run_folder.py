@@ -1,4 +1,4 @@
-"""The folder of a run: result, split, resume and lock; kills and full disks lose nothing."""
+"""The run folder: result, split, resume and lock; kills and full disks lose nothing."""
 import json
 import os
 import resource
@@ -25,7 +25,7 @@ from helpers import HERE, QUICK, everything_in, run_script, same, words_of
 # ---------------------------------------------------------------- the result
 
 
-def test_reported_error_is_the_median_of_the_last_20_beside_the_papers(capsys):
+def test_reported_error_is_the_median_of_the_last_20_next_to_the_papers(capsys):
     rows = [dict(step=str(i), test_error=str(float(i))) for i in range(1, 31)]
     config = dict(out="runs/x", paper="10.76 %")
     assert run_folder.print_result(config, rows)["median_test_error"] == 20.5           # of 11 .. 30
@@ -224,7 +224,7 @@ def boom(at):
     return hook
 
 
-def test_saves_by_time_keep_what_was_done(hooked, tmp_path):
+def test_timed_checkpoints_keep_what_was_done(hooked, tmp_path):
     hooks, train = hooked
     train(out=str(tmp_path / "whole"))
     hooks.append(boom(7))
@@ -246,10 +246,10 @@ class Dead(BaseException):
 
 
 @pytest.mark.slow
-def test_death_at_every_touch_of_the_disk(tmp_path, monkeypatch):
-    """Each sync, rename, row and save of a short run is once the last thing that it does.
+def test_death_at_every_write_to_disk(tmp_path, monkeypatch):
+    """A short run dies once at each sync, rename, row and checkpoint that it writes.
 
-    --resume must then end in the same files, and must not lose a checkpoint that was complete.
+    --resume must then end with the same files, and must not lose a complete checkpoint.
     """
     monkeypatch.setitem(presets.digits, "epoch", 2)
     flags = dict(steps=3, save_minutes=1e-9, **QUICK)
@@ -278,17 +278,17 @@ def test_death_at_every_touch_of_the_disk(tmp_path, monkeypatch):
 
     monkeypatch.setattr(run_folder, "save_checkpoint", save)
     monkeypatch.setattr(train_crae, "crae", crae)
-    touches = (run_folder, "sync"), (os, "replace"), (run_folder, "write_rows"), (torch, "save")
+    writes = (run_folder, "sync"), (os, "replace"), (run_folder, "write_rows"), (torch, "save")
     for k in range(1, 200):
         calls.update(n=0, at=k)
         saved.clear()
         out = tmp_path / f"run{k}"
         with monkeypatch.context() as patch:
-            for module, name in touches:
+            for module, name in writes:
                 patch.setattr(module, name, dying(getattr(module, name), half=name == "save"))
             try:
                 train_crae.train(**flags, out=str(out))
-                break                                           # there was no k-th touch
+                break                                           # there was no k-th write
             except Dead:
                 pass
         before = saved[-1] if saved else 0
@@ -349,8 +349,8 @@ def test_the_first_stage_does_not_write_into_a_folder_that_is_locked(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [40_000, 90_000])
-def test_a_full_disk_is_one_line_and_leaves_complete_files(tmp_path, limit):
-    """A limit on the size of files stands in for the full disk: last.pt does not fit."""
+def test_a_full_disk_gives_a_one_line_error_and_leaves_complete_files(tmp_path, limit):
+    """A file-size limit stands in for the full disk: last.pt does not fit."""
     words = words_of(steps=40, batch=4, arch="wrn-10-1", device="cpu", out=tmp_path / "run")
     full = run_script("train_crae.py", *words,
                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
@@ -363,7 +363,7 @@ def test_a_full_disk_is_one_line_and_leaves_complete_files(tmp_path, limit):
     assert done.returncode == 0, done.stderr
 
 
-def test_rows_that_cannot_be_written_are_one_line(tmp_path, monkeypatch):
+def test_rows_that_cannot_be_written_give_a_one_line_error(tmp_path, monkeypatch):
     def full(*args):
         raise OSError(28, "No space left on device")
 

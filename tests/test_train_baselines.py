@@ -1,4 +1,4 @@
-"""Every method against a loop over single images, who gets gradient and who none, and BN."""
+"""Every method against a loop over single images, where gradients go and where they do not, and BN."""
 import copy
 import math
 
@@ -211,7 +211,7 @@ CONSTANTS = dict(step=STEP, ramp=RAMP, weight=WEIGHT, threshold=0.5, beta=0.75, 
 
 
 @pytest.mark.parametrize("method", LOOPS)
-def test_objective_is_its_papers(method):
+def test_objective_is_that_of_its_paper(method):
     """Values and gradients of each term. Targets in the loops are numbers: a gradient into one would show."""
     x, model, ema = batch(), linear(), linear(seed=9)
     slow, slow_ema = copy.deepcopy(model).double(), copy.deepcopy(ema).double()
@@ -251,11 +251,11 @@ def call(method, net, ema):
 
 @pytest.mark.parametrize("autocast", [False, True])             # it keeps cast weights, even without gradient
 @pytest.mark.parametrize("method", LOOPS)
-def test_each_term_reaches_the_student_and_nobody_else(method, autocast):
+def test_each_term_reaches_the_student_and_nothing_else(method, autocast):
     torch.manual_seed(0)
     net, ema = (make_model("wrn-10-1", 10, int(method == "s4l"), aux=False) for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        terms = call(method, net, ema)                          # ema could take gradient, and must get none
+        terms = call(method, net, ema)                          # ema could receive a gradient, and must not
     assert all(term.dtype == torch.float32 for term in terms.values())
     for name, term in terms.items():
         net.zero_grad()
@@ -271,7 +271,7 @@ def test_each_term_reaches_the_student_and_nobody_else(method, autocast):
 
 
 @pytest.mark.parametrize("method", LOOPS)
-def test_one_pass_updates_the_running_statistics_and_it_is_the_papers(method):
+def test_one_pass_updates_the_running_statistics_and_it_is_that_of_the_paper(method):
     torch.manual_seed(0)
     net = make_model("wrn-10-1", 10, int(method == "s4l"), aux=False, bn_momentum=0.5)
     before, ema = copy.deepcopy(net), copy.deepcopy(net)

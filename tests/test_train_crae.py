@@ -84,7 +84,7 @@ def loop(model, x_l, y_l, x_u, ext1, ext2, entmin, aux, gen):
 @pytest.mark.parametrize("aux", ["upright", "all"])
 @pytest.mark.parametrize("ext1, ext2, entmin", [*itertools.product([False, True], [False, True], [False]),
                                                 (False, False, True), (False, True, True)])
-def test_objective_is_the_papers(ext1, ext2, entmin, aux):
+def test_objective_is_that_of_the_paper(ext1, ext2, entmin, aux):
     x_l, y_l, x_u = batch()
     model, slow = linear(), linear().double()
     common = dict(augment=shifted, gen=generator(5), select="marginal", eta=ETA, aux=aux)
@@ -402,7 +402,7 @@ def test_without_rotation_branches_no_unlabelled_image_is_used(tmp_path):
     assert not any("aux" in key for key in weights("b", entmin=True))           # no additional classifier
 
 
-def test_a_run_of_an_earlier_definition_cannot_be_resumed(tmp_path):
+def test_a_run_with_an_earlier_definition_cannot_be_resumed(tmp_path):
     flags = dict(steps=2, out=str(tmp_path / "run"), **helpers.QUICK)
     train_crae.train(**flags)
     path = tmp_path / "run" / "config.json"
@@ -446,7 +446,7 @@ BAD = {                                                         # flags: what th
 
 
 @pytest.mark.parametrize("flags", BAD)
-def test_bad_input_is_one_line_before_any_work(flags, tmp_path, monkeypatch, capsys):
+def test_bad_input_gives_a_one_line_error_before_any_work(flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_crae.py").touch()
     (tmp_path / "folder").mkdir()

@@ -215,7 +215,7 @@ def test_a_term_that_is_not_finite_is_named_with_its_step_and_never_saved(hooked
 
     monkeypatch.setattr(train_crae, "crae", diverge)
     _, train = hooked
-    for minutes, last in (10.0, 4), (1e-9, 5):                  # at the next evaluation, or at the next save
+    for minutes, last in (10.0, 4), (1e-9, 5):                  # at the next evaluation or checkpoint
         with pytest.raises(cli.Refused, match="loss_rotation_labeled is not finite at step 6"):
             train(out=str(tmp_path / f"run{last}"), save_minutes=minutes)
         saved = torch.load(tmp_path / f"run{last}" / "last.pt", weights_only=True)
@@ -251,7 +251,7 @@ def send(number, at, times=1):
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGUSR1, 143), (signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_signals_end_the_step_save_and_print_how_to_continue(hooked, tmp_path, capsys, number, code):
+def test_signals_finish_the_step_save_and_print_how_to_continue(hooked, tmp_path, capsys, number, code):
     hooks, train = hooked
     hooks.append(send(number, at=5))
     with pytest.raises(SystemExit) as stop:
@@ -260,7 +260,7 @@ def test_signals_end_the_step_save_and_print_how_to_continue(hooked, tmp_path, c
     assert torch.load(tmp_path / "run" / "last.pt", weights_only=True)["run"]["step"] == 6
 
 
-def test_in_python_a_signal_raises_stopped_which_tells_how_to_continue(hooked, tmp_path):
+def test_in_python_a_signal_raises_stopped_which_says_how_to_continue(hooked, tmp_path):
     hooks, train = hooked
     hooks.append(send(signal.SIGUSR1, at=5))
     with pytest.raises(cli.Stopped, match="to continue: python train_crae.py") as stop:
@@ -299,7 +299,7 @@ def test_precision(tmp_path, monkeypatch, precision, dtype):
 
 
 @pytest.mark.slow
-def test_a_compiled_network_trains_like_the_other_and_is_saved_without_traces(tmp_path):
+def test_a_compiled_network_trains_and_is_saved_like_an_uncompiled_one(tmp_path):
     flags = dict(plus=True, steps=3, **QUICK)
     rows = [train_crae.train(**flags, compile=c, out=str(tmp_path / str(c))) for c in (False, True)]
     for name in "loss_class", "loss_rotation_labeled", "loss_rotation_unlabeled", "loss_ext1":
@@ -310,7 +310,7 @@ def test_a_compiled_network_trains_like_the_other_and_is_saved_without_traces(tm
 
 
 class Waits(TorchDispatchMode):
-    """Counts how often the value of a tensor is requested, which on a GPU waits for the GPU."""
+    """Counts how often the value of a tensor is requested, which means waiting for the device on a GPU."""
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -321,7 +321,7 @@ class Waits(TorchDispatchMode):
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [dict(), dict(plus=True), dict(select="random"), dict(accumulate=2)])
 def test_no_wait_for_the_device_inside_a_step(tmp_path, flags):
-    """Numbers leave the device at evaluations and saves only: more steps request no more of them."""
+    """Numbers leave the device only at evaluations and checkpoints: more steps request no more of them."""
     counts = []
     for steps in 2, 6:
         with Waits() as waits:
@@ -335,7 +335,7 @@ def test_no_wait_for_the_device_inside_a_step(tmp_path, flags):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["mean_teacher", "swa", "s4l"])
-def test_evaluating_more_often_changes_nothing_in_training(method, tmp_path, monkeypatch):
+def test_evaluating_more_often_does_not_change_training(method, tmp_path, monkeypatch):
     states = []
     for epoch in 2, 3, 6:
         monkeypatch.setitem(presets.digits, "epoch", epoch)
@@ -345,7 +345,7 @@ def test_evaluating_more_often_changes_nothing_in_training(method, tmp_path, mon
     assert same(states[0], states[1]) and same(states[0], states[2])
 
 
-def test_deterministic_asks_torch_for_it(tmp_path):
+def test_deterministic_turns_on_torchs_deterministic_algorithms(tmp_path):
     train_crae.train(steps=2, **QUICK, deterministic=True, out=str(tmp_path / "run"))
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
