@@ -6,8 +6,8 @@ PYTHON ?= python3
 
 .PHONY: demo test quick
 
-# With the passive policy, a thread that waits for another one sleeps instead of spinning. This is somewhat slower on an
-# idle machine, and many times faster where other programs keep the cores busy.
+# With the passive policy, a thread that waits for another one sleeps instead of spinning. This is somewhat
+# slower on an idle machine, and many times faster where other programs keep the cores busy.
 demo: .venv/ready
 	OMP_WAIT_POLICY=passive .venv/bin/python train_crae.py --plus --resume
 
@@ -21,7 +21,8 @@ quick: .venv/ready-dev
 	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 -m "not slow"
 
 .venv/ready: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and \
+		"Python 3.10 or newer is needed: make PYTHON=python3.12 ...")'
 	@echo "installing torch and the rest of requirements.txt into .venv (a few minutes)"
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt

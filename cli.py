@@ -76,8 +76,9 @@ imagenet: 1% and 10% are the paper's 13,762 and 128,866 images"""),
 NETWORK_FLAGS = {
     "arch": (str, None, "wrn-<depth>-<width>, for example wrn-28-2, or resnet50v2 (default: the preset's)"),
     "steps": (int, None, "training steps (default: the preset's)"),
-    "batch": (int, None, "labelled images per step over all processes, plus as many unlabelled ones "
-                         "(default: the preset's)"),
+    "batch": (int, None, "labelled images per step over all processes (default: the preset's)"),
+    "unlabeled": (int, None, "unlabelled images per step over all processes "
+                             "(default: as many as labelled ones)"),
     "lr": (float, None, "learning rate (default: the preset's)"),
     "weight_decay": (float, None, "weight decay on conv and dense kernels, decoupled for Adam, L2 for SGD "
                                   "(default: the preset's)"),

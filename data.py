@@ -125,9 +125,14 @@ def to_square_rgb(x, image_size, dataset):
 
 
 def load_named(dataset, data_dir):
-    """The pieces and classes of a dataset that scikit-learn contains or torchvision downloads."""
+    """The pieces and classes of a dataset that scikit-learn contains or torchvision downloads.
+
+    A file <data_dir>/<dataset>.npz, with the keys of your own data, replaces the download.
+    """
     if dataset == "digits":
         return load_digits()
+    if os.path.exists(Path(data_dir, f"{dataset}.npz")):
+        return load_named_npz(dataset, Path(data_dir, f"{dataset}.npz"))
     if dataset.startswith("svhn"):
         return load_svhn(dataset, data_dir)
     if dataset == "fashion_mnist":
@@ -139,6 +144,26 @@ def load_named(dataset, data_dir):
         urls, folder = [kind.url], data_dir
     train, test = (fetch(kind, data_dir, urls, folder, train=t) for t in (True, False))
     return {"train": (train.data, train.targets), "test": (test.data, test.targets)}, train.classes
+
+
+# In the order of their numbers; torchvision reads these names from the downloaded files.
+CIFAR10_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+def load_named_npz(dataset, path):
+    """The pieces and classes of a named dataset in an .npz file, whose labels are the class numbers."""
+    pieces, found = load_npz(str(path))
+    numbers = [str(k) for k in range(presets.NUM_CLASSES[dataset])]
+    if found != numbers:
+        raise cli.Refused(f"--data_dir {path.parent}: the labels in {path.name} must be 0 to {numbers[-1]}, "
+                          f"as in {dataset}; correct or remove the file")
+    needed = {"test"} | ({"unlabeled"} if dataset == "svhn_extra" else set())
+    if needed - pieces.keys():
+        missing = " and ".join(f"{part}_images" for part in sorted(needed - pieces.keys()))
+        raise cli.Refused(f"--data_dir {path.parent}: {path.name} contains no {missing}; "
+                          "add them, or remove the file")
+    names = dict(cifar10=CIFAR10_CLASSES, fashion_mnist=datasets.FashionMNIST.classes)
+    return pieces, names.get(dataset, numbers)
 
 
 def load_digits():

@@ -1,5 +1,6 @@
 """The device: selection, precision, memory and speed."""
 import copy
+import math
 import os
 import re
 import time
@@ -87,7 +88,7 @@ def warn_of_memory(net, objective, size, config, *, unlabeled, augment, gen):
     """
     device, autocast_on = gen.device, autocast(gen.device, config["precision"])
     labeled = config["batch"] // (distributed.world() * config["accumulate"])   # labelled images per pass
-    mu = unlabeled // config["batch"]                           # unlabelled images per labelled one
+    mu = math.ceil(unlabeled / config["batch"])                 # unlabelled images per labelled one, at most
     free = free_memory(device) / (1 if device.type == "cuda" else distributed.processes_here())
     weights = sum(p.numel() * p.element_size() for p in net.parameters())
     state = weights * (3 if config["optimizer"] == "adam" else 2)       # with gradients and optimiser state
@@ -150,8 +151,8 @@ def step_flops(build, config, num_classes, image_size):
     """
     with FakeTensorMode():
         net, objective, loop = build(config, num_classes)
-        n, mu = config["batch"], loop.get("mu", 1)
-        x = torch.zeros(n + n * mu, 3, image_size, image_size, dtype=torch.uint8)
+        n, unlabeled = config["batch"], loop["unlabeled"]
+        x = torch.zeros(n + unlabeled, 3, image_size, image_size, dtype=torch.uint8)
         y = torch.zeros(n, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter:
             terms = objective(net, x[:n], y, x[n:], augment=lambda x: x, gen=None, step=0, ema=net)

@@ -30,7 +30,7 @@ cifar100 = cifar10 | dict(labels=10000, arch="wrn-28-8.4375", steps=300 * 1024, 
 # Not in the paper; we use CIFAR-10's values and SVHN's number of steps.
 fashion_mnist = cifar10 | dict(validation=6000, steps=500 * 1024)
 
-# Not in the paper; we chose values for three minutes on two CPU cores. A short run needs faster averages:
+# Not in the paper; we chose values for a few minutes on two CPU cores. A short run needs faster averages:
 # with bn_momentum 0.001, 61 % of the initial running statistics would remain after 500 steps.
 digits = cifar10 | dict(labels=100, validation=0.1, arch="wrn-10-2", steps=800, epoch=20, batch=32, ema=0.98,
                         bn_momentum=0.1, flip=False)
@@ -85,7 +85,12 @@ def imagenet_labeled(labels):
     return IMAGENET_LABELED.get(labels) or round(float(labels.rstrip("%")) / 100 * IMAGENET_TRAIN)
 
 
-# ---------------------------------------------------------------- the constants of the baselines
+# ---------------------------------------------------------------- constants of the methods
+
+# A run with another definition cannot be resumed. 1: additional classifier on all copies, one mean over all
+# rotation losses. 2: additional classifier on upright copies, one mean per set (docs/deviations.md).
+DEFINITION = 2
+
 # `weight` is the weight of the unlabelled term. The rest (lr, batch, ema, ...) is in the dataset's preset.
 
 # From the runs of the MixMatch code base on CIFAR-10, unless another source is named. Also used for CIFAR-100

@@ -12,7 +12,7 @@ import run_folder
 def read_runs(folder, definition):
     """All runs in a folder, and one line on each thing in it that was skipped.
 
-    definition: the current one of CRAE (train_crae.DEFINITION); runs of another one are skipped.
+    definition: the current one of CRAE (presets.DEFINITION); runs of another one are skipped.
     """
     runs, skipped, found = [], [], set()
     for path in sorted(folder.rglob("config.json")):

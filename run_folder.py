@@ -59,7 +59,7 @@ def refuse_other_flags(config, longer=True):
         saved = dict(json.loads((out / "config.json").read_text()).items())
     except (ValueError, AttributeError):
         raise cli.Refused(f"--out {out}: config.json is damaged; give another --out") from None
-    if "definition" in config and saved.get("definition") != config["definition"]:
+    if "select" in config and "select" in saved and saved.get("definition") != config["definition"]:
         raise cli.Refused(f"--resume: the run in {out} used an earlier definition of CRAE "
                           "(docs/deviations.md); give another --out")
     for name, value in sorted(config.items(), key=lambda item: item[0] == "method"):    # last: may be no flag

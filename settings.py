@@ -58,7 +58,7 @@ def check_values(flags):
     if flags["labels"] is not None and flags["labels_file"]:
         raise cli.Refused(f"--labels {flags['labels']}: --labels_file already lists the labelled images; "
                           "omit one of the two flags")
-    for name in "steps", "batch", "lr", "image_size", "labels", "save_minutes", "accumulate":
+    for name in "steps", "batch", "unlabeled", "lr", "image_size", "labels", "save_minutes", "accumulate":
         value = flags.get(name)
         number = float(value.rstrip("%")) if isinstance(value, str) else value
         if value is not None and not 0 < number < math.inf:
@@ -66,8 +66,8 @@ def check_values(flags):
     for name in "rot_dim", "workers":
         if (flags.get(name) or 0) < 0:
             raise cli.Refused(f"--{name} {flags[name]}: must be 0 or more")
-    limits = dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, batch=2 ** 20, heads=2 ** 16,
-                  steps=2 ** 53)                                # our choice: beyond what any machine can do
+    limits = dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, heads=2 ** 16, batch=2 ** 20,
+                  unlabeled=2 ** 20, steps=2 ** 53)             # our choice: beyond what any machine can do
     for name, limit in limits.items():
         if (flags.get(name) or 0) > limit:
             raise cli.Refused(f"--{name} {flags[name]}: must be {limit} or less")
@@ -80,10 +80,11 @@ def check_values(flags):
 def join_processes(config):
     """Join torchrun's other processes. Refuses a --batch or --sync_bn that does not suit them."""
     distributed.join(config["device"])
-    world, batch, parts = distributed.world(), config["batch"], config["accumulate"]
-    if batch % (world * parts):
-        raise cli.Refused(f"--batch {batch}: cannot be divided equally among {world} processes with "
-                          f"--accumulate {parts}; give a multiple of {world * parts}")
+    world, parts = distributed.world(), config["accumulate"]
+    for name in "batch", "unlabeled":
+        if (config[name] or 0) % (world * parts):
+            raise cli.Refused(f"--{name} {config[name]}: cannot be divided equally among {world} processes "
+                              f"with --accumulate {parts}; give a multiple of {world * parts}")
     if config["sync_bn"] and not (world > 1 and config["device"] != "cpu"):
         raise cli.Refused("--sync_bn: needs several GPUs with one process each (torchrun)")
     restarts, = distributed.agree(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))

@@ -34,8 +34,8 @@ FLAGS = {
     "cycles": (bool, True, "swa: cyclic learning rate"),
 } | cli.NETWORK_FLAGS | {
     "steps": (int, None, "training steps; for fine_tune, of each of the two stages (default: the preset's)"),
-    "batch": (int, None, "labelled images per step over all processes, plus as many unlabelled ones; for "
-                         "fixmatch, seven times as many (default: the preset's)"),
+    "unlabeled": (int, None, "unlabelled images per step over all processes "
+                             "(default: as many as labelled ones; for fixmatch, seven times as many)"),
 } | cli.RUN_FLAGS
 
 if __name__ == "__main__":
@@ -49,7 +49,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.optim.swa_utils import get_swa_multi_avg_fn
 
 import distributed
 import losses
@@ -66,7 +65,6 @@ from models import frozen_bn
 # them, except in MixMatch (the first interleaved batch) and in S4L, rotation and FixMatch (one joint pass).
 
 MU = 7                                                          # FixMatch: unlabelled images per labelled one
-SWA_START, SWA_CYCLE, SWA_EVERY, SWA_RAMPDOWN = 150 / 480, 30 / 480, 3 / 480, 210 / 480   # fast-SWA: epochs
 
 
 def ramp_up(step, ramp):
@@ -82,7 +80,7 @@ def ramp_steps(method, steps):
     """
     if method == "mixmatch":
         return min(16_384, 0.4 * steps)
-    return (SWA_START if method == "swa" else 0.4) * steps
+    return (training.SWA_START if method == "swa" else 0.4) * steps
 
 
 # ---------------------------------------------------------------- self-supervised
@@ -237,16 +235,17 @@ def mixmatch(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, beta, te
     """MixMatch (Berthelot et al. 2019): sharpened guesses, then mixup of labelled and unlabelled images."""
     x_l, views = scale(augment(x_l)), [scale(augment(x_u)) for _ in range(2)]
     q, sizes = guess_labels(model, views, temperature), [len(x_l), *map(len, views)]
-    share = mixup_share(sum(sizes), beta, gen, x_l.device, sizes)       # (3B,)
+    share = mixup_share(sum(sizes), beta, gen, x_l.device, sizes)       # (B + 2U,)
     x, p = mixed_batch(x_l, y_l, views, q, share, sizes, gen)
-    first, *others = interleave(x.split(len(x_l)))              # batches of B labelled and unlabelled images
+    order = interleaved(sizes, x.device)                        # three passes with a mixture of all sets
+    first, *others = x[torch.cat(order)].split([*map(len, order)])
     logits = [logits_of(model, first)]
     with frozen_bn(model):
         logits += [logits_of(model, other) for other in others]
-    logits_l, *logits_u = interleave(logits)                    # back in order
-    p_l, p_u = p[:len(x_l)], p[len(x_l):]                       # (B, C), (2B, C)
-    return {"class": losses.soft_cross_entropy(logits_l, p_l),
-            "guess": weight * ramp_up(step, ramp) * F.mse_loss(torch.cat(logits_u).softmax(-1), p_u)}
+    logits = torch.cat(logits)[torch.cat(order).argsort()]      # back in order
+    B = len(x_l)
+    return {"class": losses.soft_cross_entropy(logits[:B], p[:B]),
+            "guess": weight * ramp_up(step, ramp) * F.mse_loss(logits[B:].softmax(-1), p[B:])}
 
 
 def guess_labels(model, views, temperature):
@@ -265,10 +264,14 @@ def mixed_batch(x_l, y_l, views, q, share, sizes, gen):
     return blend(share, x, x_j), blend(share, p, p_j)
 
 
-def interleave(batches):
-    """Swap part i of the first of n batches with part i of batch i. A second call undoes the first."""
-    n, B = len(batches), len(batches[0])
-    parts = [list(batch.split([(i + 1) * B // n - i * B // n for i in range(n)])) for batch in batches]
+def interleaved(sizes, device):
+    """The images of each pass: part i of the first set swaps places with part i of set i. MixMatch.
+
+    So every pass, and its BN, contains labelled and unlabelled images. The sets may differ in size.
+    """
+    n, sets = len(sizes), torch.arange(sum(sizes), device=device).split(sizes)
+    parts = [list(indices.split([(i + 1) * len(indices) // n - i * len(indices) // n for i in range(n)]))
+             for indices in sets]
     for i in range(1, n):
         parts[0][i], parts[i][i] = parts[i][i], parts[0][i]
     return [torch.cat(part) for part in parts]
@@ -284,40 +287,12 @@ def fixmatch(model, x_l, y_l, x_u, *, augment, gen, weight, threshold, **_):
     return {"class": F.cross_entropy(logits_l, y_l), "pseudo": weight * masked.mean()}
 
 
-def cosine_7_16(progress):
-    """FixMatch: cos(7 pi t / 16 T)."""
-    return math.cos(7 * math.pi * progress / 16)
-
-
-# ---------------------------------------------------------------- fast-SWA, on the Pi-Model
-
-
-def cyclic(progress):
-    """fast-SWA (Athiwaratkun et al. 2019): cosine ramp-down until averaging starts, then cycles."""
-    first_end = SWA_START + SWA_CYCLE                           # the first cycle belongs to the ramp-down
-    if progress >= first_end:
-        progress = SWA_START + (progress - first_end) % SWA_CYCLE
-    return 0.5 * (1 + math.cos(math.pi * progress / SWA_RAMPDOWN))
-
-
-def fast_swa(averages, weights, step, steps):
-    """Average the weights every SWA_EVERY of the run from SWA_START on; until then, copy the weights."""
-    start, every = round(SWA_START * steps), max(1, round(SWA_EVERY * steps))
-    n = max(0, step + 1 - start)                                # steps since the start, including this one
-    if n % every == 0:
-        get_swa_multi_avg_fn()(averages, weights, n // every)   # the mean of n // every + 1 models
-
-
-def recompute_bn(ema, net, batches):
-    """fast-SWA: recompute the statistics for the averaged weights, on augmented unlabelled images."""
-    models.average_bn_over(batches, ema)
-
-
 # ---------------------------------------------------------------- the experiment
 
 OBJECTIVES = dict(labeled_only=labeled_only, fine_tune=labeled_only, s4l=s4l, pi_model=pi_model,
                   pseudo_label=pseudo_label, mixup=mixup, vat=vat, mean_teacher=mean_teacher,
                   mixmatch=mixmatch, ict=ict, swa=pi_model, fixmatch=fixmatch)
+SUPERVISED = "labeled_only", "fine_tune"                        # for fine_tune: its second stage
 SEVERAL_VIEWS = "pi_model", "mean_teacher", "mixmatch", "swa", "fixmatch"       # of an image per step
 
 
@@ -350,12 +325,19 @@ def build(config, num_classes):
     own = {name: config[name] for name in constants if name not in ("lr", "weight_decay", "ema")}
     own |= {name: config[name] for name in ("class_copies", "rotations") if method == "s4l"}
     objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps), **own)
-    schedule = cyclic if config["cycles"] else training.constant
+    schedule = training.cyclic if config["cycles"] else training.constant
     loop = dict(
-        labeled_only=dict(mu=0), fine_tune=dict(mu=0),
-        fixmatch=dict(mu=MU, optimizer=partial(training.make_sgd, nesterov=True), schedule=cosine_7_16),
-        swa=dict(average=partial(fast_swa, steps=steps), refresh_bn=recompute_bn, schedule=schedule))
-    return net, objective, loop.get(method, {})
+        fixmatch=dict(optimizer=partial(training.make_sgd, nesterov=True), schedule=training.cosine_7_16),
+        swa=dict(average=partial(training.fast_swa, steps=steps), refresh_bn=training.recompute_bn,
+                 schedule=schedule))
+    return net, objective, loop.get(method, {}) | dict(unlabeled=unlabeled_of(config))
+
+
+def unlabeled_of(config):
+    """The number of unlabelled images per step."""
+    if config["base"] in SUPERVISED:
+        return 0
+    return config["unlabeled"] or (MU if config["base"] == "fixmatch" else 1) * config["batch"]
 
 
 @cli.strict(FLAGS)
@@ -380,6 +362,8 @@ def configure(**flags):
             raise cli.Refused(f"--{name} {flags[name]}: only --method s4l has this choice")
     if (flags["class_copies"], flags["rotations"]) == ("upright", "one"):
         raise cli.Refused("--class_copies upright: --rotations one has no upright copies; omit one of them")
+    if flags["unlabeled"] and method == "labeled_only":
+        raise cli.Refused(f"--unlabeled {flags['unlabeled']}: labeled_only uses no unlabelled images")
     flags["pretrained"] = pretrained and str(Path(pretrained))  # one spelling
     named = ("method", "class_copies", "rotations", *(["weight"] if method == "s4l" else []))
     config = settings.resolve(flags, FLAGS, __file__, variant_name(flags), named, constants)
@@ -418,7 +402,7 @@ def build_stage_one(config, num_classes):
     """As `build`, for the first stage of fine_tune."""
     net = models.make_model(config["arch"], num_classes, 1, aux=False, bn_momentum=config["bn_momentum"])
     net.classifier.requires_grad_(False)                        # not part of this stage
-    return net, rotation, {}
+    return net, rotation, dict(unlabeled=config["unlabeled"] or config["batch"])
 
 
 def find_pretrained(path, source, config):

@@ -27,8 +27,6 @@ FLAGS = cli.DATASET_FLAGS | {
     "rot_dim": (int, None, "dimension that features are reduced to before the rotation heads; 0: no "
                            "reduction (default: 0; 16 for imagenet)"),
 } | cli.NETWORK_FLAGS | {
-    "batch": (int, None, "labelled images per step over all processes, plus as many unlabelled ones, each in "
-                         "four rotations (default: the preset's)"),
     "eta": (float, 1.0, "weight of each of the two rotation losses: the mean over the labelled copies "
                         "and the mean over the unlabelled copies"),
     "eta2": (float, 1.0, "weight of the loss of extension 1, or of the entropy"),
@@ -47,6 +45,7 @@ import augmentation
 import distributed
 import losses
 import models
+import presets
 import run_folder
 import settings
 import training
@@ -132,10 +131,6 @@ def mean_p_z(class_logits, rot_logits):
 
 # ---------------------------------------------------------------- the experiment
 
-# A run with another definition cannot be resumed. 1: additional classifier on all copies, one mean over all
-# rotation losses. 2: additional classifier on upright copies, one mean per set (docs/deviations.md).
-DEFINITION = 2
-
 
 @cli.strict(FLAGS)
 def train(**flags):
@@ -164,8 +159,9 @@ def build(config, num_classes):
     constants += ["eta2", "temperature", "ext1", "ext2", "entmin"] if extended else []
     objective = partial(crae_plus if extended else crae, **{name: config[name] for name in constants})
     p_z = losses.log_p_z if select in ("marginal", "detach") else mean_p_z
-    mu = 1 if K or extended else 0              # without rotation branches, CRAE sees no unlabelled image
-    return net, objective, dict(p_z=p_z, mu=mu)
+    # Without rotation branches, CRAE sees no unlabelled image.
+    unlabeled = (config["unlabeled"] or config["batch"]) if K or extended else 0
+    return net, objective, dict(p_z=p_z, unlabeled=unlabeled)
 
 
 @cli.strict(FLAGS)
@@ -188,11 +184,14 @@ def configure(**flags):
     if heads == 0 and flags["aux"] not in (None, "none"):
         raise cli.Refused(f"--aux {flags['aux']}: --heads 0 tests the classifier that learned from rotated "
                           "images; omit one of the two flags")
+    if heads == 0 and flags["unlabeled"] and not (ext1 or flags["entmin"]):
+        raise cli.Refused(f"--unlabeled {flags['unlabeled']}: without --ext1 or --entmin, --heads 0 uses no "
+                          "unlabelled images; omit the flag")
     aux = flags["aux"] or ("none" if heads == 0 else "upright")
     method = method_name(ext1, ext2, flags["entmin"], flags["select"], heads, aux)
     named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux"          # by method_name
     config = settings.resolve(flags, FLAGS, __file__, method, named)
-    return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=DEFINITION)
+    return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=presets.DEFINITION)
 
 
 def method_name(ext1, ext2, entmin, select, heads, aux):

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 from tqdm import tqdm
 
 import augmentation
@@ -34,7 +34,7 @@ import settings
 
 
 def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, schedule=None, average=None,
-        refresh_bn=None, mu=1):
+        refresh_bn=None, unlabeled):
     """Train up to config["steps"], from the run's checkpoint if there is one. Returns the final row.
 
     loaded                              images, labels, split and classes, from run_folder.load_data
@@ -44,7 +44,7 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
                                         (default: warmup and decay_at of the config)
     average(averages, weights, step)    updates the averaged weights (default: EMA with decay config["ema"])
     refresh_bn(ema, net, batches)       sets ema's BN statistics before an evaluation (default: copy)
-    mu                                  unlabelled images per labelled one
+    unlabeled                           unlabelled images per step, over all processes
     """
     schedule = schedule or partial(steps_down, warmup=config["warmup"], decay_at=config["decay_at"])
     average = average or get_ema_multi_avg_fn(config["ema"] or 0.0)             # 0: the weights themselves
@@ -53,7 +53,7 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     rank, world = distributed.rank(), distributed.world()
     distributed.wait_for_all()                                  # until every process has checked the folder
     with run_folder.hold(config["out"]):
-        state = start(net, objective, loaded, config, p_z, optimizer, refresh_bn, mu)
+        state = start(net, objective, loaded, config, p_z, optimizer, refresh_bn, unlabeled)
         with cli.stop_signals() as stop, progress_bar(state, steps) as bar:
             for step in range(state.run["step"], steps):
                 for group in state.optimizer.param_groups:
@@ -92,7 +92,7 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     return row
 
 
-def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, mu):
+def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, unlabeled):
     """Returns everything that changes during a run, on the device, as the checkpoint left it."""
     images, labels, split, classes = loaded
     out, device = Path(config["out"]), torch.device(config["device"])
@@ -109,7 +109,6 @@ def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, mu):
     gen = torch.Generator(device)
     augment = partial(augmentation.flip_and_crop, flip=config["flip"], gen=gen)
     augment = augment if config["crop"] == "pad" else unchanged         # "resized" augments as it reads files
-    unlabeled = mu * config["batch"]
     devices.warn_of_memory(net, objective, images.shape[-1], config, unlabeled=unlabeled, augment=augment,
                            gen=gen)
     net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if config["sync_bn"] else net
@@ -253,9 +252,9 @@ def finish(state, config):
     out = Path(config["out"])
     info = {name: config[name] for name in ("method", "dataset", "seed", "arch", "crop")}
     info |= dict(image_size=state.images.shape[-1], scaling="x * 2 / 255 - 1", classes=state.classes)
-    model = info | dict(state=models.classifier_state(state.ema))
+    saved = info | dict(state=models.classifier_state(state.ema))
     run_folder.write_whole(out / "curve.png", lambda tmp: plots.plot_curve(state.rows, tmp, out.name))
-    run_folder.write_whole(out / "model.pt", lambda tmp: run_folder.save_tensors(model, tmp))
+    run_folder.write_whole(out / "model.pt", lambda tmp: run_folder.save_tensors(saved, tmp))
     return run_folder.print_result(config, state.rows)
 
 
@@ -285,6 +284,36 @@ def steps_down(progress, warmup, decay_at):
 
 def constant(progress):
     return 1.0
+
+
+def cosine_7_16(progress):
+    """FixMatch: cos(7 pi t / 16 T)."""
+    return math.cos(7 * math.pi * progress / 16)
+
+
+# fast-SWA: epochs as fractions of its run of 480.
+SWA_START, SWA_CYCLE, SWA_EVERY, SWA_RAMPDOWN = 150 / 480, 30 / 480, 3 / 480, 210 / 480
+
+
+def cyclic(progress):
+    """fast-SWA (Athiwaratkun et al. 2019): cosine ramp-down until averaging starts, then cycles."""
+    first_end = SWA_START + SWA_CYCLE                           # the first cycle belongs to the ramp-down
+    if progress >= first_end:
+        progress = SWA_START + (progress - first_end) % SWA_CYCLE
+    return 0.5 * (1 + math.cos(math.pi * progress / SWA_RAMPDOWN))
+
+
+def fast_swa(averages, weights, step, steps):
+    """Average the weights every SWA_EVERY of the run from SWA_START on; until then, copy the weights."""
+    start, every = round(SWA_START * steps), max(1, round(SWA_EVERY * steps))
+    n = max(0, step + 1 - start)                                # steps since the start, including this one
+    if n % every == 0:
+        get_swa_multi_avg_fn()(averages, weights, n // every)   # the mean of n // every + 1 models
+
+
+def recompute_bn(ema, net, batches):
+    """fast-SWA: recompute the statistics for the averaged weights, on augmented unlabelled images."""
+    models.average_bn_over(batches, ema)
 
 
 def copy_bn(ema, net, batches):

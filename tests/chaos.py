@@ -40,7 +40,7 @@ import helpers
 import train_baselines
 import train_crae
 
-SMALL = dict(helpers.QUICK, steps=45, resume=True, save_minutes=1e-5)
+SAVING = dict(helpers.QUICK, steps=45, resume=True, save_minutes=1e-5)
 RUNS = {"CRAE+": (train_crae.train, dict(plus=True)),
         "MixMatch": (train_baselines.train, dict(method="mixmatch")),
         "fine-tune": (train_baselines.train, dict(method="fine_tune"))}
@@ -60,7 +60,7 @@ def start(train, flags, out):
         torch.set_num_threads(1)
         # tqdm's own lock is shared with processes that may have been killed while they held it.
         tqdm.set_lock(threading.RLock())
-        train(**SMALL, **flags, out=str(out))
+        train(**SAVING, **flags, out=str(out))
         code = 0
     except cli.Refused as error:
         print(error, file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ import data
 
 HERE = Path(__file__).parent.parent                             # the repository
 QUICK = dict(batch=4, arch="wrn-10-0.25", device="cpu")         # the smallest network, for a few steps
+FOUR_STEPS = dict(QUICK, steps=4)
 
 
 def words_of(**flags):
@@ -75,6 +76,12 @@ def make_image_folder(root, parts=("train", "test"), classes=("a b", "ö"), n=6)
                 image = Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8))
                 image.save(root / part / name / f"{i}.png")
     return str(root)
+
+
+def tiny_batch(y_l, unlabeled, size):
+    """Random images x_l with the labels y_l, and x_u, for objectives."""
+    x = random_images(len(y_l) + unlabeled, size, seed=1)
+    return x[:len(y_l)], torch.tensor(y_l), x[len(y_l):]
 
 
 def digits_batch(n, mu=1):

@@ -18,8 +18,6 @@ import report
 import run_folder
 import sweeps
 
-QUICK = dict(steps=4, **helpers.QUICK)
-
 
 @pytest.fixture
 def fake(monkeypatch, tmp_path):
@@ -162,7 +160,7 @@ def test_the_papers_number_is_shown_only_for_the_papers_setting(fake, monkeypatc
 
 @pytest.mark.slow
 def test_a_real_sweep_is_not_repeated_and_the_report_shows_it(tmp_path):
-    words = "diversity", *helpers.words_of(**QUICK), "--jobs=2", "--labels=50"
+    words = "diversity", *helpers.words_of(**helpers.FOUR_STEPS), "--jobs=2", "--labels=50"
     done = helpers.run_script("ablations.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 runs, 0 of them already finished" in done.stdout

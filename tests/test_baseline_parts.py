@@ -112,13 +112,19 @@ def test_guess_and_mixed_batch_of_mixmatch_against_a_loop():
         torch.testing.assert_close(p[i], share[i] * labels[i] + (1 - share[i]) * labels[j])
 
 
-def test_interleaving_mixes_the_batches_and_undoes_itself():
-    batches = [torch.arange(8) + 100 * k for k in range(3)]
-    once = tb.interleave(batches)
-    assert [b.tolist() for b in once] == [[0, 1, 102, 103, 104, 205, 206, 207],
-                                          [100, 101, 2, 3, 4, 105, 106, 107],
-                                          [200, 201, 202, 203, 204, 5, 6, 7]]
-    assert all(torch.equal(a, b) for a, b in zip(tb.interleave(once), batches))
+def test_interleaving_mixes_the_sets():
+    x = torch.cat([torch.arange(8) + 100 * k for k in range(3)])
+    assert [x[i].tolist() for i in tb.interleaved([8, 8, 8], "cpu")] == [
+        [0, 1, 102, 103, 104, 205, 206, 207], [100, 101, 2, 3, 4, 105, 106, 107],
+        [200, 201, 202, 203, 204, 5, 6, 7]]
+
+
+@pytest.mark.parametrize("sizes", [[8, 8, 8], [6, 3, 3], [3, 12, 12], [2, 5, 5], [1, 1, 1]])
+def test_interleaved_passes_contain_every_image_once(sizes):
+    order = tb.interleaved(sizes, "cpu")
+    assert torch.cat(order).sort().values.tolist() == list(range(sum(sizes)))
+    if min(sizes) >= 3:                                         # each pass has images of the labelled set
+        assert all((i < sizes[0]).any() and (i >= sizes[0]).any() for i in order)
 
 
 # ---------------------------------------------------------------- Mean Teacher
@@ -154,7 +160,7 @@ def test_fast_swa_is_the_mean_of_the_weights_it_collects():
     steps, average, collected = 480, [torch.zeros(3)], []
     for step in range(steps):
         weights = [torch.full((3,), float(step ** 2))]
-        tb.fast_swa(average, weights, step, steps)
+        training.fast_swa(average, weights, step, steps)
         done = step + 1
         if done < 150:
             assert torch.equal(average[0], weights[0])
@@ -167,7 +173,7 @@ def test_fast_swa_is_the_mean_of_the_weights_it_collects():
 
 
 def test_cyclic_learning_rate_repeats_the_end_of_the_ramp_down():
-    factors = [tb.cyclic(epoch / 480) for epoch in range(480)]
+    factors = [training.cyclic(epoch / 480) for epoch in range(480)]
     for epoch in range(180):
         assert factors[epoch] == pytest.approx(0.5 * (1 + math.cos(math.pi * epoch / 210)))
     for epoch in range(180, 480):
@@ -179,7 +185,7 @@ def test_recomputed_bn_statistics_are_those_of_the_batches():
     torch.manual_seed(0)
     net, ema = (make_model("wrn-10-0.25", 10, 0, aux=False, bn_momentum=0.1) for _ in range(2))
     batches = [torch.randn(6, 3, 8, 8) for _ in range(3)]
-    tb.recompute_bn(ema, net, iter(batches))
+    training.recompute_bn(ema, net, iter(batches))
     first = ema.backbone.blocks[0].bn1
     inputs = [ema.backbone.conv(x).detach() for x in batches]
     torch.testing.assert_close(first.running_mean, sum(h.mean((0, 2, 3)) for h in inputs) / 3)
@@ -190,7 +196,8 @@ def test_recomputed_bn_statistics_are_those_of_the_batches():
 @pytest.mark.slow
 def test_swa_run_averages_weights_refreshes_bn_and_cycles(tmp_path, monkeypatch):
     refreshed, rates, weights, augmented = [], {}, [], []
-    real_recompute, real_objective, real_augment = tb.recompute_bn, tb.pi_model, augmentation.flip_and_crop
+    real_recompute, real_objective = training.recompute_bn, tb.pi_model
+    real_augment = augmentation.flip_and_crop
 
     def recompute(ema, net, batches):
         augmented.clear()                                       # from here on, the images of the statistics
@@ -206,7 +213,7 @@ def test_swa_run_averages_weights_refreshes_bn_and_cycles(tmp_path, monkeypatch)
         return real_objective(model, *rest, **more)
 
     monkeypatch.setattr(augmentation, "flip_and_crop", augment)
-    monkeypatch.setattr(tb, "recompute_bn", recompute)
+    monkeypatch.setattr(training, "recompute_bn", recompute)
     monkeypatch.setitem(tb.OBJECTIVES, "swa", objective)
     monkeypatch.setitem(presets.digits, "epoch", 10)
     for cycles in True, False:
@@ -222,7 +229,7 @@ def test_swa_run_averages_weights_refreshes_bn_and_cycles(tmp_path, monkeypatch)
     images, *_ = data.load("digits", "nowhere")
     unlabeled = {images[i].numpy().tobytes() for i in np.load(tmp_path / "True" / "split.npz")["unlabeled"]}
     assert {x.numpy().tobytes() for x in refreshed[0]} == unlabeled             # no test image among them
-    cyclic = [0.002 * tb.cyclic(step / 48) for step in (9, 19, 29, 39, 47)]
+    cyclic = [0.002 * training.cyclic(step / 48) for step in (9, 19, 29, 39, 47)]
     assert rates[True] == pytest.approx(cyclic, rel=1e-5)
     assert rates[False] == [0.002] * 5
     saved = torch.load(tmp_path / "True" / "last.pt", weights_only=True)

@@ -191,7 +191,7 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     tb.train(method="ict", **flags, **common)
     assert kept["objective"].func is tb.ict
     assert kept["objective"].keywords == dict(weight=0.7, beta=0.75, ramp=4)
-    assert {k: kept["config"][k] for k in flags} == flags and kept["loop"] == {}
+    assert {k: kept["config"][k] for k in flags} == flags and kept["loop"] == dict(unlabeled=3)
     torch.manual_seed(4)
     net = make_model("wrn-16-1", 10, 0, aux=False)
     assert kept["net"].aux is None and kept["net"].rotation is None
@@ -208,7 +208,12 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     tb.train(method="vat", **common)
     assert kept["objective"].keywords == dict(weight=0.3, epsilon=6, entropy_weight=0.06, ramp=320)
     tb.train(method="labeled_only", **common)
-    assert kept["loop"] == dict(mu=0)
+    assert kept["loop"] == dict(unlabeled=0)
+    tb.train(method="fixmatch", **common)
+    assert kept["loop"]["unlabeled"] == 7 * 32                  # FixMatch's ratio, the preset's batch
+    for method in "fixmatch", "mixmatch", "s4l":
+        tb.train(method=method, unlabeled=10, **common)
+        assert kept["loop"]["unlabeled"] == 10
 
 
 # ---------------------------------------------------------------- all methods from start to end
@@ -335,7 +340,7 @@ BAD = {                                                         # flags: what th
     "--method vat --labels 3": "--labels", "--metod vat": "--method",
     "--method vat --class_copies upright": "--class_copies", "--method ict --rotations one": "--rotations",
     "--method s4l --rotations one --class_copies upright": "--class_copies",
-    "--method s4l --rotations two": "four, one",
+    "--method s4l --rotations two": "four, one", "--method labeled_only --unlabeled 5": "--unlabeled",
 }
 
 

@@ -226,6 +226,27 @@ def test_named_datasets_come_from_torchvision(monkeypatch, tmp_path):
                      *(("SVHN", root, True, name) for name in ("train", "test", "extra"))]
 
 
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100", "svhn", "svhn_extra", "fashion_mnist"])
+def test_an_npz_file_replaces_the_download_of_a_named_dataset(tmp_path, dataset):
+    n, C = 300, presets.NUM_CLASSES[dataset]
+    x = np.random.default_rng(0).integers(0, 256, (n, 16, 16, 3), dtype=np.uint8)
+    y = np.arange(n) % C
+    arrays = dict(train_images=x[:200], train_labels=y[:200], test_images=x[200:], test_labels=y[200:],
+                  unlabeled_images=x[:50])
+    np.savez(tmp_path / f"{dataset}.npz", **arrays)
+    images, labels, parts, classes = data.load(dataset, str(tmp_path))
+    assert torch.equal(images[:200].permute(0, 2, 3, 1), torch.from_numpy(x[:200]))
+    assert labels[:300].tolist() == y.tolist() and len(classes) == C and len(parts["test"]) == 100
+    assert dict(cifar10="airplane", fashion_mnist="T-shirt/top").get(dataset, "0") == classes[0]
+    np.savez(tmp_path / f"{dataset}.npz", **arrays | dict(train_labels=y[:200] + 1, test_labels=y[200:] + 1))
+    with pytest.raises(cli.Refused, match=f"labels in {dataset}.npz must be 0 to {C - 1}"):
+        data.load(dataset, str(tmp_path))
+    needed = "unlabeled_images" if dataset == "svhn_extra" else "test_images"
+    np.savez(tmp_path / f"{dataset}.npz", **{k: v for k, v in arrays.items() if needed[:4] not in k})
+    with pytest.raises(cli.Refused, match=f"contains no {needed}"):
+        data.load(dataset, str(tmp_path))
+
+
 @pytest.mark.parametrize("dataset, file", [
     ("cifar10", "cifar-10-python.tar.gz"), ("svhn", "train_32x32.mat"),
     ("cifar100", "cifar-100-python.tar.gz"), ("fashion_mnist", "t10k-labels-idx1-ubyte.gz")])

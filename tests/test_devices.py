@@ -71,7 +71,7 @@ def test_flops_of_a_step_agree_with_those_counted_by_hand(mu):
         assert (len(x_l), len(y_l), len(x_u)) == (6, 6, 6 * mu)
         return {"class": model(torch.cat([x_l, x_u]).float())[0].mean()}
 
-    counted = devices.step_flops(lambda config, num_classes: (TwoLayers(), objective, dict(mu=mu)),
+    counted = devices.step_flops(lambda config, num_classes: (TwoLayers(), objective, dict(unlabeled=6 * mu)),
                                  dict(batch=6), 3, image_size=4)
     assert counted == 6 * (1 + mu) * 2 * (2 * 48 * 5 + 3 * 5 * 3)
 
@@ -84,7 +84,7 @@ CRAE = [dict(), dict(plus=True), dict(heads=0), dict(select="random"), dict(entm
 def test_fake_tensors_cost_what_a_real_step_costs(module, flags):
     config = module.configure(**QUICK, **flags)
     net, objective, loop = module.build(config, 10)
-    x, y = random_images(4 + 4 * loop.get("mu", 1)), torch.arange(4)
+    x, y = random_images(4 + loop["unlabeled"]), torch.arange(4)
     with FlopCounterMode(display=False) as counter:
         terms = objective(net, x[:4], y, x[4:], augment=lambda x: x, gen=generator(), step=0, ema=net)
         sum(terms.values()).backward()

@@ -34,6 +34,8 @@ JOBS = [
     *(dict(method=m) for m in ("s4l", "mixup", "mixmatch", "vat", "fixmatch")),
     dict(method="ict", lr=1e-4),                                # its weight is 1000
     dict(method="fine_tune", steps=4), dict(accumulate=2), dict(method="fixmatch", accumulate=2),
+    dict(plus=True, unlabeled=12), dict(select="random", unlabeled=4), dict(method="mixmatch", unlabeled=4),
+    dict(method="mixup", unlabeled=12), dict(plus=True, unlabeled=12, accumulate=2),
     dict(**IMAGES, stream=True), dict(**IMAGES, crop="resized", flip=True),
 ]
 NAMES = ["-".join(map(str, job.values())) or "crae" for job in JOBS]

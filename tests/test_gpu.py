@@ -130,12 +130,17 @@ WAITS = [                                                       # or mixes devic
     lambda x, i: x.sum().item(), lambda x, i: bool(x.sum()), lambda x, i: 1 if x.sum() > 0 else 0,
     lambda x, i: x.sum(0).tolist(), lambda x, i: x.cpu(), lambda x, i: x.nonzero(), lambda x, i: x[x > 0],
     lambda x, i: x.unique(), lambda x, i: x.long().flatten().bincount(), lambda x, i: torch.equal(x, x + 1),
-    lambda x, i: x.__setitem__(x[:, 0] > 0, x[0]), lambda x, i: x.repeat_interleave(x[:, 0].long(), 0),
+    lambda x, i: x.__setitem__(x[:, 0] > 0, x[0] + 1), lambda x, i: x.repeat_interleave(x[:, 0].long(), 0),
     lambda x, i: x[i], lambda x, i: x[i.to(x.device)], lambda x, i: x + i, lambda x, i: x[0].copy_(i),
-    lambda x, i: x.index_select(0, i), lambda x, i: x.index_add_(0, i, x), lambda x, i: i.copy_(x[0]),
+    lambda x, i: x.index_select(0, i), lambda x, i: x.index_add_(0, i, x + 1), lambda x, i: i.copy_(x[0]),
     lambda x, i: torch.cat([x[:, 0], i]), lambda x, i: torch.stack([x[0, 0], torch.tensor(1.0)]),
     lambda x, i: i[x[0].long()], lambda x, i: F.one_hot(x[:, 0].long()), lambda x, i: range(x[0, 0].long())]
 COPIES = lambda x, i: x[[0, 1]], lambda x, i: torch.tensor([1, 2], device=x.device)     # no copies on meta
+
+
+def test_what_the_watch_must_notice_works_on_a_cpu():
+    for waits in *WAITS, *COPIES:                               # so an error elsewhere is the watch's
+        waits(torch.zeros(3, 3), torch.arange(3))
 
 
 @pytest.mark.parametrize("inference", [False, True])

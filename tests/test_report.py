@@ -9,9 +9,9 @@ from PIL import Image
 
 import helpers
 import plots
+import presets
 import report
 import run_folder
-import train_crae
 
 
 def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed=(),
@@ -352,7 +352,7 @@ def test_each_section_says_which_evaluations_count(tmp_path):
 
 def test_runs_of_another_definition_of_crae_are_not_counted(tmp_path, capsys):
     runs = tmp_path / "runs"
-    current = dict(select="marginal", definition=train_crae.DEFINITION)
+    current = dict(select="marginal", definition=presets.DEFINITION)
     change_config(make_run(runs, errors=[10.0], name="new"), **current)
     change_config(make_run(runs, errors=[50.0], seed=1, name="old"), select="marginal")
     change_config(make_run(runs, "detach", errors=[51.0], name="future"), select="detach", definition=99)
@@ -361,5 +361,5 @@ def test_runs_of_another_definition_of_crae_are_not_counted(tmp_path, capsys):
     text, errors = (tmp_path / "report" / "report.md").read_text(), capsys.readouterr().err
     assert "| CRAE | 10.00 (1) |" in text and "| S4L | 20.00 (1) |" in text and "51.00" not in text
     for name, definition in ("old", 1), ("future", 99):
-        line = f"{runs / name}: used definition {definition} of CRAE, not {train_crae.DEFINITION}"
+        line = f"{runs / name}: used definition {definition} of CRAE, not {presets.DEFINITION}"
         assert line in text.split("## Skipped")[1] and line in errors

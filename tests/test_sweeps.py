@@ -14,8 +14,6 @@ import sweeps
 import train_baselines
 import train_crae
 
-QUICK = dict(steps=4, **helpers.QUICK)
-
 
 @pytest.fixture
 def asked(monkeypatch):
@@ -71,7 +69,7 @@ def test_each_process_of_a_run_has_its_own_gpu(asked, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_named_and_the_others_are_finished(monkeypatch, tmp_path):
-    runs = [sweeps.plan_run(dict(QUICK, seed=seed), tmp_path) for seed in (0, 1)]
+    runs = [sweeps.plan_run(dict(helpers.FOUR_STEPS, seed=seed), tmp_path) for seed in (0, 1)]
     runs[0]["folder"].mkdir()
     (runs[0]["folder"] / "something").touch()                   # not the folder of a run
     failed, = sweeps.sweep(runs, 1, 1, "cpu")
@@ -85,7 +83,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_finished(monkeypatch, tmp_
 
 @pytest.mark.slow
 def test_several_processes_train_a_run_and_a_failure_is_named(tmp_path):
-    flags = dict(QUICK, script="train_baselines.py", method="s4l", rotations="one")
+    flags = dict(helpers.FOUR_STEPS, script="train_baselines.py", method="s4l", rotations="one")
     runs = [sweeps.plan_run(dict(flags, seed=seed), tmp_path) for seed in (0, 1)]
     runs[0]["folder"].mkdir()
     (runs[0]["folder"] / "something").touch()
@@ -96,7 +94,7 @@ def test_several_processes_train_a_run_and_a_failure_is_named(tmp_path):
 
 @pytest.mark.slow
 def test_both_stages_of_fine_tune_count(tmp_path):
-    run = sweeps.plan_run(dict(QUICK, script="train_baselines.py", method="fine_tune"), tmp_path)
+    run = sweeps.plan_run(dict(helpers.FOUR_STEPS, script="train_baselines.py", method="fine_tune"), tmp_path)
     assert sweeps.steps_done(run) == [0, 0]
     assert not sweeps.sweep([run], 1, 1, "cpu")
     assert sweeps.steps_done(run) == [4, 4] and sweeps.is_finished(run)
@@ -159,7 +157,7 @@ def test_the_plan_has_steps_hours_and_what_is_finished(rate, tmp_path, capsys, m
 def test_the_printed_commands_are_those_of_the_sweep(rate, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [dict(aux="none", ext1=True), dict(script="train_baselines.py", method="s4l", rotations="one")]
-    runs = [sweeps.plan_run(row | QUICK, "my runs") for row in rows]
+    runs = [sweeps.plan_run(row | helpers.FOUR_STEPS, "my runs") for row in rows]
     for processes in 1, 2:
         sweeps.print_plan(runs, 10, 8, 1, processes)
         printed = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
@@ -176,7 +174,7 @@ def test_the_printed_commands_are_those_of_the_sweep(rate, tmp_path, capsys, mon
 
 
 def test_gpus_divide_the_hours(rate, monkeypatch, tmp_path):
-    run = sweeps.plan_run(QUICK, tmp_path)
+    run = sweeps.plan_run(helpers.FOUR_STEPS, tmp_path)
     seconds = sweeps.print_plan([run], 10, 8, 1, 1)[0]["hours"]
     assert sweeps.print_plan([run], 10, 8, 1, 2)[0]["hours"] == seconds         # processes share the cores
     run["config"]["device"] = "cuda"

@@ -33,9 +33,8 @@ class Views:
         return x.roll(self.calls, 3)
 
 
-def batch():
-    x = helpers.random_images(2 * B, S, seed=1)
-    return x[:B], torch.tensor([2, 0, 3, 1, 0]), x[B:]
+def batch(unlabeled=B):
+    return helpers.tiny_batch([2, 0, 3, 1, 0], unlabeled, S)
 
 
 def scaled(x):
@@ -127,10 +126,10 @@ def loop_mean_teacher(model, ema, x_l, y_l, x_u, gen, view):
 
 def loop_ict(model, ema, x_l, y_l, x_u, gen, view):
     terms = loop_labeled_only(model, ema, x_l, y_l, x_u, gen, view)
-    x, share = scaled(view(x_u)), drawn_shares(B, gen)
+    x, share = scaled(view(x_u)), drawn_shares(len(x_u), gen)
     q = [numbers(p_of(ema, image)) for image in x]              # the teacher sees the images, not the mix
     losses = []
-    for i, j in zip(range(B), reversed(range(B))):
+    for i, j in zip(range(len(x)), reversed(range(len(x)))):
         p = p_of(model, share[i] * x[i] + (1 - share[i]) * x[j])
         losses.append(square(p, mixed(share[i], q[i], q[j])))
     terms["consistency"] = UP * WEIGHT * mean(losses)
@@ -144,7 +143,7 @@ def loop_pseudo_label(model, ema, x_l, y_l, x_u, gen, view):
         p = p_of(model, x)
         confidence = max(numbers(p))
         losses.append(ce(p, numbers(p).index(confidence)) if confidence > 0.5 else 0.0)
-    assert 0 < sum(isinstance(v, float) for v in losses) < B    # some are masked, some are not
+    assert 0 < sum(isinstance(v, float) for v in losses) < len(x_u)     # some are masked, some are not
     terms["pseudo"] = UP * WEIGHT * mean(losses)
     return terms
 
@@ -153,11 +152,12 @@ def loop_mixup(model, ema, x_l, y_l, x_u, gen, view):
     labeled, unlabeled = scaled(view(x_l)), scaled(view(x_u))
     q = [numbers(p_of(model, x)) for x in unlabeled]
     y = [one_hot(label) for label in y_l.tolist()]
-    share_l, share_u = drawn_shares(B, gen), drawn_shares(B, gen)
+    share_l, share_u = drawn_shares(len(x_l), gen), drawn_shares(len(x_u), gen)
 
     def loss(x, target, share):
-        return mean([ce(p_of(model, share[i] * x[i] + (1 - share[i]) * x[B - 1 - i]),
-                        mixed(share[i], target[i], target[B - 1 - i])) for i in range(B)])
+        pairs = zip(range(len(x)), reversed(range(len(x))))
+        return mean([ce(p_of(model, share[i] * x[i] + (1 - share[i]) * x[j]),
+                        mixed(share[i], target[i], target[j])) for i, j in pairs])
 
     return {"class": loss(labeled, y, share_l), "mixup": WEIGHT * loss(unlabeled, q, share_u)}
 
@@ -165,16 +165,17 @@ def loop_mixup(model, ema, x_l, y_l, x_u, gen, view):
 def loop_mixmatch(model, ema, x_l, y_l, x_u, gen, view):
     labeled, views = scaled(view(x_l)), [scaled(view(x_u)), scaled(view(x_u))]
     guesses = []
-    for i in range(B):
+    for i in range(len(x_u)):
         p_bar = [mean([numbers(p_of(model, v[i]))[c] for v in views]) for c in range(C)]
         total = sum(v ** 2 for v in p_bar)                      # T = 0.5
         guesses.append([v ** 2 / total for v in p_bar])
     x = labeled + views[0] + views[1]
     p = [one_hot(label) for label in y_l.tolist()] + guesses + guesses
-    share, partner = drawn_shares(3 * B, gen), torch.randperm(3 * B, generator=gen).tolist()
-    seen = [share[i] * x[i] + (1 - share[i]) * x[partner[i]] for i in range(3 * B)]
-    target = [mixed(share[i], p[i], p[partner[i]]) for i in range(3 * B)]
-    guess_losses = [square(p_of(model, seen[i]), target[i]) for i in range(B, 3 * B)]
+    N = len(x)
+    share, partner = drawn_shares(N, gen), torch.randperm(N, generator=gen).tolist()
+    seen = [share[i] * x[i] + (1 - share[i]) * x[partner[i]] for i in range(N)]
+    target = [mixed(share[i], p[i], p[partner[i]]) for i in range(N)]
+    guess_losses = [square(p_of(model, seen[i]), target[i]) for i in range(B, N)]
     return {"class": mean([ce(p_of(model, seen[i]), target[i]) for i in range(B)]),
             "guess": UP * WEIGHT * mean(guess_losses)}
 
@@ -186,7 +187,7 @@ def loop_fixmatch(model, ema, x_l, y_l, x_u, gen, view):
     for w, s in zip(weak, strong):
         p = numbers(p_of(model, w))
         losses.append(ce(p_of(model, s), p.index(max(p))) if max(p) >= 0.5 else 0.0)
-    assert 0 < sum(isinstance(v, float) for v in losses) < B
+    assert 0 < sum(isinstance(v, float) for v in losses) < len(x_u)
     return {"class": mean([ce(p_of(model, x), y) for x, y in zip(labeled, y_l.tolist())]),
             "pseudo": WEIGHT * mean(losses)}
 
@@ -210,10 +211,11 @@ CONSTANTS = dict(step=STEP, ramp=RAMP, weight=WEIGHT, threshold=0.5, beta=0.75, 
                  entropy_weight=0.06)
 
 
+@pytest.mark.parametrize("unlabeled", [B, 8, 3])
 @pytest.mark.parametrize("method", LOOPS)
-def test_objective_is_that_of_its_paper(method):
+def test_objective_is_that_of_its_paper(method, unlabeled):
     """Values and gradients of each term. Targets in the loops are numbers: a gradient into one would show."""
-    x, model, ema = batch(), linear(), linear(seed=9)
+    x, model, ema = batch(unlabeled), linear(), linear(seed=9)
     slow, slow_ema = copy.deepcopy(model).double(), copy.deepcopy(ema).double()
     terms = tb.OBJECTIVES[method](model, *x, augment=Views(), gen=generator(5), ema=ema, **CONSTANTS)
     expected = LOOPS[method](slow, slow_ema, *x, generator(5), Views())
