@@ -73,7 +73,7 @@ def test_fine_tuning_begins_with_the_rotation_stage_on_all_images_without_labels
         assert not Path(f"{out}_50", "pretrain").exists()
     for path, arch, word in (("run/model.pt", "wrn-10-0.25", "fine_tune"), ("run", "wrn-10-1", "wrn-10-0.25"),
                              ("run/log.csv", "wrn-10-0.25", "cannot be read"),
-                             ("nothing", "wrn-10-0.25", "no such file")):
+                             ("nothing", "wrn-10-0.25", "neither a file")):
         with pytest.raises(cli.Refused, match=word) as refused:
             tb.train(labels=50, pretrained=str(tmp_path / path), out=str(tmp_path / "bad"),
                      **quick | dict(arch=arch))

@@ -43,8 +43,8 @@ METHODS = st.sampled_from([*train_baselines.OBJECTIVES, *train_baselines.OBJECTI
 
 def values(kind):
     """Likely and unlikely texts for a flag of this type."""
-    if isinstance(kind, tuple):
-        return st.sampled_from([*kind, "x"])
+    if isinstance(kind, (tuple, dict)):
+        return st.sampled_from([*map(str, kind), "x"])
     likely = {bool: BOOLS, int: NUMBERS, float: NUMBERS, cli.count: NUMBERS, str: WORDS}
     return likely[kind] | st.text(max_size=5)
 

@@ -28,14 +28,14 @@ from processes import ten_steps
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
-IMAGES = dict(dataset="IMAGES", labels="50%", image_size=16, workers=1)         # IMAGES: see `job`
+IMAGES = dict(dataset="IMAGES", labels="50%", image_size=16, workers=1, lr=0.005)       # IMAGES: see `job`
 JOBS = [
     dict(), dict(plus=True), dict(select="random"),
     *(dict(method=m) for m in ("s4l", "mixup", "mixmatch", "vat", "fixmatch")),
     dict(method="ict", lr=1e-4),                                # its weight is 1000
     dict(method="fine_tune", steps=4), dict(accumulate=2), dict(method="fixmatch", accumulate=2),
     dict(plus=True, unlabeled=12), dict(select="random", unlabeled=4), dict(method="mixmatch", unlabeled=4),
-    dict(method="mixup", unlabeled=12), dict(plus=True, unlabeled=12, accumulate=2),
+    dict(method="mixup", unlabeled=12), dict(unlabeled=12, accumulate=2),
     dict(**IMAGES, stream=True), dict(**IMAGES, crop="resized", flip=True),
 ]
 NAMES = ["-".join(map(str, job.values())) or "crae" for job in JOBS]
