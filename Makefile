@@ -1,4 +1,4 @@
-# make demo    train CRAE+ on the embedded digits; a second call prints the result again
+# make demo    labelled-only and CRAE+ on the embedded digits; a second call prints the results again
 # make test    lint the code and run all tests
 # make quick   the same without the tests that are marked slow
 # Each of them first creates the virtual environment .venv and installs what it needs, once.
@@ -9,7 +9,7 @@ PYTHON ?= python3
 # With the passive policy, a thread that waits for another one sleeps instead of spinning. This is somewhat
 # slower on an idle machine, and many times faster where other programs keep the cores busy.
 demo: .venv/ready
-	OMP_WAIT_POLICY=passive .venv/bin/python train_crae.py --plus --resume
+	OMP_WAIT_POLICY=passive .venv/bin/python demo.py
 
 # Two processes with one thread each: most tests wait for imports of torch, not for tensors.
 test: .venv/ready-dev

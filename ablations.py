@@ -13,14 +13,14 @@ import cli
 
 FLAGS = {
     "table": (("self_supervised", "state_of_the_art", "components", "ensemble", "aux_classifier", "heads",
-               "rotation_dim", "diversity"), cli.WORD, """\
+               "rotation_dim", "diversity", "compare"), cli.WORD, """\
 self_supervised   labelled-only, fine-tune, S4L, CRAE; also S4L with its class loss on
                   upright copies, and with weight 2
 state_of_the_art  labelled-only, the semi-supervised baselines, CRAE and CRAE+; on the
                   paper's datasets, only the baselines of the paper's table
 components        CRAE; with ext. 1; with ext. 1 and 2 (CRAE+); without rotation branches;
                   the same with ext. 1; with ext. 2 only; with entropy minimisation
-                  instead of ext. 1, without and with ext. 2
+                  instead of ext. 1, without and with ext. 2; with --detach_rotated
 ensemble          CRAE, the ensembles random, independent and detached p(y|x), CRAE+; also
                   S4L, and S4L with one rotation per image
 aux_classifier    CRAE and CRAE+, each with the additional classifier on upright copies, on
@@ -29,15 +29,19 @@ heads             the ensemble independent with 2, 10 and 20 rotation classifier
 rotation_dim      CRAE with fewer and fewer features in front of the rotation heads, and
                   the parameters, time and memory of the heads
 diversity         the diversity matrices of CRAE and CRAE+ as figures, and the mean of
-                  their diagonals for every epoch"""),
+                  their diagonals for every epoch
+compare           which method for my data: labelled-only, S4L, CRAE, CRAE+ and MixMatch"""),
     "dataset": (str, "digits", "as for train_crae.py"),
     "labels": ([cli.count], None, "numbers of labelled images, for example 250,4000, or shares such as 10% "
                                   "(default: the preset's)"),
+    "recipe": cli.DATASET_FLAGS["recipe"],
     "seeds": ([int], [0], "seeds, for example 0,1,2"),
     "steps": (int, None, "training steps of each run (default: the preset's)"),
+    "minutes": (float, None, "minutes per run instead of --steps"),
     "arch": cli.NETWORK_FLAGS["arch"],
-    "batch": (int, None, "labelled images per step, and as many unlabelled ones (default: the preset's)"),
+    "batch": cli.NETWORK_FLAGS["batch"],
     "image_size": cli.RUN_FLAGS["image_size"],
+    "flip": cli.RUN_FLAGS["flip"],
     "data_dir": cli.RUN_FLAGS["data_dir"],
     "out": (str, "runs", "folder of the runs; tables and figures are written to its _ablations/"),
     "jobs": (int, 1, "runs at the same time; they share the CPU cores or the GPUs"),
@@ -52,11 +56,13 @@ if __name__ == "__main__":
     ARGUMENTS = cli.parse(FLAGS, __doc__)   # before torch is imported: a mistyped flag is reported at once
 
 import os
+import statistics
 import time
 from pathlib import Path
 
 import torch
 
+import augmentation
 import devices
 import models
 import plots
@@ -80,13 +86,15 @@ ROWS = dict(
                                       "mean_teacher", "mixmatch", "ict", "swa", "fixmatch")),
                       {}, dict(plus=True)],
     components=[{}, dict(ext1=True), dict(plus=True), dict(heads=0), dict(heads=0, ext1=True),
-                dict(ext2=True), dict(entmin=True), dict(entmin=True, ext2=True)],
+                dict(ext2=True), dict(entmin=True), dict(entmin=True, ext2=True), dict(detach_rotated=True)],
     ensemble=[{}, dict(select="random"), dict(select="independent"), dict(select="detach"), dict(plus=True),
               baseline("s4l"), baseline("s4l", rotations="one")],
     aux_classifier=[{}, dict(aux="all"), dict(aux="none"),
                     dict(plus=True), dict(plus=True, aux="all"), dict(plus=True, aux="none")],
     heads=[dict(select="independent", heads=k) for k in (2, 10, 20)],           # the numbers in the paper
     diversity=[{}, dict(plus=True)],
+    compare=[baseline("labeled_only"), baseline("s4l", class_copies="upright"), {}, dict(plus=True),
+             baseline("mixmatch")],
 )
 REPORTED = dict(self_supervised="slfsl", state_of_the_art="sota")       # other names in report.TABLES
 
@@ -99,7 +107,7 @@ def ablate(table, dataset, labels, seeds, jobs, processes, out, device, dry_run,
     """
     cli.refuse_torchrun("ablations.py; --jobs distributes runs over the GPUs")
     check_sweep(seeds, jobs, processes, out, device)
-    preset = presets.for_dataset(dataset)
+    preset = presets.for_dataset(dataset, recipe=others["recipe"])
     labels, seeds = list(dict.fromkeys(labels or [preset["labels"]])), list(dict.fromkeys(seeds))
     common = dict(dataset=dataset, device=device, **others)
     rows = rows_of(table, dataset, others["arch"] or preset["arch"])
@@ -149,10 +157,14 @@ def check_sweep(seeds, jobs, processes, out, device):
 
 
 def check_batch(config, processes):
-    batch, parts = config["batch"], processes * config["accumulate"]
+    batch, unlabeled, parts = config["batch"], config["unlabeled"], processes * config["accumulate"]
     if batch % parts:
         raise cli.Refused(f"--processes {processes}: a batch of {batch} cannot be divided equally among them "
                           f"with --accumulate {config['accumulate']}; give a --batch divisible by {parts}")
+    if (unlabeled or 0) % parts:
+        raise cli.Refused(f"--processes {processes}: the recipe's {unlabeled} unlabelled images per step "
+                          "cannot be divided equally among them with --accumulate "
+                          f"{config['accumulate']}; give other numbers")
 
 
 def rows_of(table, dataset, arch):
@@ -211,6 +223,8 @@ def show_table(table, runs, labels, num_classes, out):
         rows = rotation_dim_table(done, labels, runs[0]["config"], num_classes, dataset, folder)
     elif table == "diversity":
         rows = diversity_table(done, labels, dataset, folder)
+    elif table == "compare":
+        rows = compare_table(done, labels)
     else:
         rows = method_table(table, done, labels)
     if not rows:
@@ -218,6 +232,8 @@ def show_table(table, runs, labels, num_classes, out):
     path = folder / f"{table}_{dataset}_{'_'.join(map(str, labels))}.csv"       # one file per setting
     run_folder.write_whole(path, lambda tmp: run_folder.write_rows(tmp, rows, "w"))
     print_table(rows)
+    if table == "compare":
+        print("\n".join(verdict([row for row in rows if row["labels"] == n], n) for n in labels))
     figures = ", ".join(p.name for p in sorted(folder.glob(f"{table}_{dataset}*.png"))) or "no figures"
     print(f"{path}, {figures}; for all tables and figures: python report.py {out}")
     return rows
@@ -243,6 +259,32 @@ def method_table(table, done, labels):
                 rows.append(dict(labels=n, method=report.METHODS[method], error=report.mean_std(errors),
                                  paper=paper.get((str(n), method), "")))
     return rows
+
+
+def compare_table(done, labels):
+    """One row per number of labels and method, the lowest error first, with 95 % intervals."""
+    rows = []
+    for n in labels:
+        of_labels = [r for r in done if str(r["labels"]) == str(n)]
+        for method in dict.fromkeys(r["method"] for r in of_labels):
+            runs = [r for r in of_labels if r["method"] == method]
+            errors = [r["saved_error"] for r in runs]
+            low, high = (statistics.mean(ends) for ends in zip(*(r["interval"] for r in runs)))
+            rows.append(dict(labels=n, method=report.METHODS[method], error=report.mean_std(errors),
+                             low=f"{low:.2f}", high=f"{high:.2f}",
+                             minutes=f"{statistics.mean(r['seconds'] for r in runs) / 60:.1f}"))
+    return sorted(rows, key=lambda row: (str(row["labels"]), float(row["error"].split()[0])))
+
+
+def verdict(rows, labels):
+    """What the comparison says, in one sentence: intervals that overlap do not tell methods apart."""
+    best, *others = rows
+    alike = [row["method"] for row in others if float(row["low"]) <= float(best["high"])]
+    text = f"With {labels} labels, {best['method']} has the lowest error"
+    if not alike:
+        return f"{text}, and its 95 % interval overlaps with no other."
+    return (f"{text}, but its 95 % interval overlaps with that of {', '.join(alike)}: this test set cannot "
+            "tell them apart; more --seeds or test images would say more.")
 
 
 def diversity_table(done, labels, dataset, folder):
@@ -282,7 +324,8 @@ def head_cost(config, num_classes, rot_dim, repeats=50):
     torch.manual_seed(0)
     net = models.make_model(config["arch"], num_classes, num_classes, rot_dim).to(device)
     heads = torch.nn.Sequential(*filter(None, (net.reduce, net.rotation)))
-    copies = 8 * config["batch"]                # four rotations of labelled and unlabelled images
+    labeled, unlabeled = (augmentation.COPIES[config[name]] for name in ("labeled_copies", "rotations"))
+    copies = labeled * config["batch"] + unlabeled * (config["unlabeled"] or config["batch"])
     features = torch.randn(copies, net.backbone.num_features, device=device, requires_grad=True)
     times = []
     while len(times) < repeats and sum(times) < 2:

@@ -53,27 +53,42 @@ def scale(x):
     return x.float().mul_(2 / 255).sub_(1)
 
 
-def rotated_batch(x_l, y_l, x_u, augment):
-    """x (N, 3, S, S), labelled images first, y (4B,) and z (N,); N = 8B if there are B unlabelled images.
-
-    Not specified in the paper; we use all four rotations of every image, taken from the same crop.
-    """
-    x_l, z_l = rotate4(augment(x_l))                    # (4B, 3, S, S), (4B,)
-    x_u, z_u = rotate4(augment(x_u))
-    return scale(torch.cat([x_l, x_u])), y_l.repeat(4), torch.cat([z_l, z_u])
-
-
 def rotate1(x, z):
     """Each image rotated by its own z (N,) times 90 degrees."""
     four, _ = rotate4(x)                                # (4N, 3, S, S)
     return four[z * len(x) + torch.arange(len(x), device=x.device)]
 
 
-def once_rotated_batch(x_l, y_l, x_u, augment, gen):
-    """As rotated_batch, with one random rotation per image, as in RotNet: x (2B, ...), y (B,), z (2B,)."""
-    x, N = torch.cat([augment(x_l), augment(x_u)]), len(x_l) + len(x_u)
-    z = distributed.randint(0, 4, N, gen=gen, device=x.device, sizes=[len(x_l), len(x_u)])
-    return scale(rotate1(x, z)), y_l, z
+def rotated_batch(x_l, y_l, x_u, augment, gen=None, labeled="four", unlabeled="four"):
+    """x (N, 3, S, S), labelled copies first, their classes y (n_l,), and the rotations z (N,) of all copies.
+
+    labeled, unlabeled: the copies of each image, taken from the same crop: "four" rotations, "one" random
+    rotation, or "two", the upright image and one random rotation. The paper does not specify them; its recipe
+    uses four. The copies at the first rotation come first, so "four" and "two" start with all upright images.
+    """
+    x_l, z_l = rotated_copies(augment(x_l), labeled, gen)
+    x_u, z_u = rotated_copies(augment(x_u), unlabeled, gen)
+    return scale(torch.cat([x_l, x_u])), y_l.repeat(COPIES[labeled]), torch.cat([z_l, z_u])
+
+
+COPIES = dict(four=4, two=2, one=1)
+
+
+def rotation_sets(B, U, labeled, unlabeled):
+    """The sizes of the sets of copies whose rotation is predicted, each with one copy per image.
+
+    Of "two" labelled copies, it is the second, with its uniform rotation; the upright ones would prevail.
+    """
+    return [B] * dict(four=4, two=1, one=1)[labeled] + [U] * COPIES[unlabeled]
+
+
+def rotated_copies(x, copies, gen):
+    """The copies (n N, 3, S, S) of a batch, n = 4, 2 or 1, and their rotations z (n N,)."""
+    if copies == "four":
+        return rotate4(x)
+    z = distributed.randint(0, 4, len(x), gen=gen, device=x.device)
+    turned = rotate1(x, z)
+    return (turned, z) if copies == "one" else (torch.cat([x, turned]), torch.cat([torch.zeros_like(z), z]))
 
 
 # ---------------------------------------------------------------- mixing

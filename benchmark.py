@@ -83,7 +83,7 @@ def training_parts(arch, classes, image_size, batch, device):
     optimizer = training.make_adam(net, 0.002, 0.02)
     gen = torch.Generator(device).manual_seed(0)
     augment = partial(augmentation.flip_and_crop, flip=True, gen=gen)
-    autocast = devices.autocast(device)
+    autocast = devices.autocast(device, devices.default_precision(device, "fp32"))
 
     def step(objective):
         x_l, x_u = images[:batch], images[batch:]

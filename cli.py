@@ -63,22 +63,34 @@ digits (embedded), cifar10, cifar100, svhn, svhn_extra, fashion_mnist (downloade
 imagenet (ILSVRC-2012: --data_dir has train/<wnid>/* and val/<wnid>/*, or the archives),
 a file my.npz (keys train_images, train_labels, test_images, test_labels;
 optional: unlabeled_images, val_images, val_labels)
-or a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*)"""),
+or a folder my_folder/ (train/<class>/*, test/<class>/* or val/<class>/*, unlabeled/*;
+or <class>/*, unlabeled/*; or any images, with --labels_file)"""),
     "labels": (count, None, """\
 number of labelled images to draw from the training set, or a percentage of it such as 10%
 (default: the preset's number; for your own data, all training images are labelled).
 imagenet: 1% and 10% are the paper's 13,762 and 128,866 images"""),
-    "labels_file": (str, None, "file with the names of the labelled images, one per line "
-                               "(as in S4L and SimCLR)"),
+    "recipe": (("fast", "paper"), None, """\
+fast: a small network, small images and a short schedule, for minutes on a CPU (docs/recipe.md)
+paper: the paper's settings, for 2^20 steps on a GPU
+(default: fast for digits, fashion_mnist and your own data; paper for the others)"""),
+    "labels_file": (str, None, """\
+table with the header image,label or image,label,split (train, test, val, unlabeled):
+listed images are labelled, all others in the folder are unlabelled;
+or a file with the names of the labelled images, one per line (as in S4L and SimCLR)"""),
 }
 # The default name of a run's folder lists the changed flags in this order. With another order, --resume would
 # not find the folders of earlier runs.
 NETWORK_FLAGS = {
-    "arch": (str, None, "wrn-<depth>-<width>, for example wrn-28-2, or resnet50v2 (default: the preset's)"),
+    "arch": (str, None, "wrn-<depth>-<width>, for example wrn-28-2, fast-<width>-<width>-<width>, for "
+                        "example fast-32-128-128, or resnet50v2 (default: the preset's)"),
     "steps": (int, None, "training steps (default: the preset's)"),
+    "minutes": (float, None, "instead of --steps: train as many steps as fit into this time; "
+                             "the run measures its speed first"),
     "batch": (int, None, "labelled images per step over all processes (default: the preset's)"),
     "unlabeled": (int, None, "unlabelled images per step over all processes "
-                             "(default: as many as labelled ones)"),
+                             "(default: 48 with --recipe fast, otherwise as many as labelled ones)"),
+    "optimizer": (("adam", "sgd"), None, "adam with decoupled weight decay, or sgd with momentum 0.9 "
+                                         "(default: the preset's)"),
     "lr": (float, None, "learning rate (default: the preset's)"),
     "weight_decay": (float, None, "weight decay on conv and dense kernels, decoupled for Adam, L2 for SGD "
                                   "(default: the preset's)"),
@@ -96,7 +108,8 @@ RUN_FLAGS = {
     "deterministic": (bool, False, "use deterministic GPU algorithms where torch has them; slower"),
     "save_minutes": (float, 10.0, "save a checkpoint at least this often, in addition to every evaluation"),
     "accumulate": (int, 1, "process each batch in this many parts and add their gradients, to save memory"),
-    "precision": (("bf16", "fp32"), None, "bf16 or fp32 (default: bf16 on GPUs, fp32 on CPUs)"),
+    "precision": (("bf16", "fp32"), None, "bf16 or fp32 (default: bf16 on GPUs and, with --recipe fast, on "
+                                          "CPUs that support it; fp32 elsewhere)"),
     "compile": (bool, False, "compile the network with torch.compile: faster steps after about a minute"),
     "sync_bn": (bool, False, "compute BN statistics over the GPUs of all processes (torchrun)"),
     "crop": (("pad", "resized"), None, "pad: reflect-pad and crop, as in MixMatch; resized: random crops of "

@@ -10,7 +10,6 @@ folders.Files.
 """
 import functools
 import os
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,9 @@ from torchvision.transforms.v2 import functional as TF
 import cli
 import distributed
 import folders
+import listing
 import presets
+import tables
 
 # ---------------------------------------------------------------- load
 
@@ -38,16 +39,19 @@ def load(dataset, data_dir, image_size=None, skip_broken=False, labels_file=None
     """
     if dataset == "imagenet" or dataset not in presets.NAMED and os.path.isdir(dataset):
         root = folders.imagenet_folder(data_dir) if dataset == "imagenet" else Path(dataset)
-        images, pieces, classes = folders.load_folder(root, image_size, skip_broken, **reading)
+        images, pieces, classes = folders.load_folder(root, image_size, skip_broken, labels_file=labels_file,
+                                                      **reading)
         check_pieces(pieces, classes, root)
     else:
         refuse_folder_flags(dataset, labels_file, **reading)
         pieces, classes = load_arrays(dataset, data_dir)
         check_pieces(pieces, classes, dataset)
         images = join_images(pieces, image_size, dataset)
+        sizes = {f"{PREFIXES[part]}_images": len(x) for part, (x, _) in pieces.items()}
+        images.sizes = sizes                                    # for the names in split.csv
     labels, parts = join_labels(pieces)
-    if labels_file:
-        parts["labeled"] = folders.find_listed(labels_file, pieces["train"][0])     # train comes first
+    if labels_file and not tables.is_table(labels_file):
+        parts["labeled"] = tables.find_listed(labels_file, pieces["train"][0])      # train comes first
     found = len(parts["train"])
     if dataset == "imagenet" and found != presets.IMAGENET_TRAIN:
         print(f"note: {found:,} training images in {root}, but ILSVRC-2012 has {presets.IMAGENET_TRAIN:,}")
@@ -217,7 +221,7 @@ def load_npz(path):
         check_labels(path, PREFIXES[part], y, len(x))
     classes = np.unique(pieces["train"][1])
     pieces = {part: (x, class_numbers(path, part, y, classes, len(x))) for part, (x, y) in pieces.items()}
-    folders.val_as_test(pieces)
+    listing.val_as_test(pieces)
     return pieces, [str(c) for c in classes]
 
 
@@ -362,19 +366,6 @@ def apportion(counts, n, at_least=0):
     while shares.sum() > n:
         shares[np.argmax(np.where(shares > at_least, shares - quota, -np.inf))] -= 1
     return shares
-
-
-def fingerprint(images, labels, parts):
-    """A checksum of the images (for a folder, of the file names), labels and parts, in their order."""
-    value = zlib.crc32(labels.numpy())
-    for part, index in parts.items():
-        value = zlib.crc32(f"{part} {len(index)}".encode(), value)
-    if hasattr(images, "files"):                                # a folder, in memory or on disk
-        names = "\n".join("/".join(Path(str(file)).parts[-2:]) for file in images.files)
-        return f"{zlib.crc32(names.encode(errors='surrogateescape'), value):08x}"
-    for chunk in images.permute(0, 2, 3, 1).split(10_000):
-        value = zlib.crc32(chunk.numpy(), value)
-    return f"{value:08x}"
 
 
 # ---------------------------------------------------------------- batches

@@ -1,5 +1,6 @@
 """The device: selection, precision, memory and speed."""
 import copy
+import ctypes
 import math
 import os
 import re
@@ -34,7 +35,9 @@ def select(device, deterministic=False):
     except (RuntimeError, AssertionError):                      # no such device, or torch without CUDA
         raise cli.Refused(f"--device {device}: torch finds no such device here; "
                           "omit the flag, or give cpu, cuda or cuda:<number>") from None
-    if device != "cpu":
+    if device == "cpu":
+        keep_freed_memory()
+    else:
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")              # TF32 where autocast keeps float32
         torch.backends.cudnn.benchmark = not deterministic      # all training batches have the same shape
@@ -44,17 +47,45 @@ def select(device, deterministic=False):
     return device
 
 
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                          # from glibc's malloc.h
+
+
+def keep_freed_memory():
+    """Tell glibc to keep freed blocks for the next step instead of returning them to the system.
+
+    Otherwise, each step pays for the page faults of all its activations again (docs/speed.md). Other systems
+    have no mallopt and stay as they are.
+    """
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+    except (OSError, AttributeError):
+        pass
+
+
 def synchronize(device):
     """Wait for a GPU to finish its work; on a CPU there is nothing to wait for."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def autocast(device, precision=None):
-    """Returns a function that creates an autocast context. precision None: bf16 on GPUs, fp32 elsewhere."""
-    kind = torch.device(device).type
-    precision = precision or ("bf16" if kind == "cuda" else "fp32")
-    return partial(torch.autocast, kind, torch.bfloat16, enabled=precision == "bf16")
+def default_precision(device, cpu_precision):
+    """bf16 on GPUs; on a CPU, what the recipe asks for if the CPU has instructions for it, otherwise fp32."""
+    if torch.device(device).type == "cuda":
+        return "bf16"
+    return cpu_precision if has_bf16() else "fp32"
+
+
+def has_bf16():
+    """Whether the CPU multiplies bfloat16 in hardware (AVX512_BF16 or AMX); in software it is slower."""
+    found = torch.cpu.get_capabilities()
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+
+
+def autocast(device, precision):
+    """Returns a function that creates an autocast context for precision bf16 or fp32."""
+    return partial(torch.autocast, torch.device(device).type, torch.bfloat16, enabled=precision == "bf16")
 
 
 def cores():

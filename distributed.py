@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 # Every use of randomness has its own stream. Seed, stream and step determine all numbers.
-STREAMS = dict(split=0, labeled=1, unlabeled=2, training=3, sample=4, crops=5)
+STREAMS = dict(split=0, labeled=1, unlabeled=2, training=3, sample=4, crops=5, sheet=6)
 
 
 def seed_of(seed, stream, *place):

@@ -1,10 +1,10 @@
-"""Image files on disk: list a folder, check and decode its files, or read them at every step.
+"""Image files on disk: check and decode the files of a folder, or read them at every step.
 
     images, pieces, classes = load_folder(Path("my_folder"), image_size=32, skip_broken=False)
 
-`pieces` is a dict with one entry per part (train, test, ...): the files and their labels, -1 if unknown.
+`pieces` is a dict with one entry per part (train, test, ...): the files and their labels (see listing.py).
 `images` holds all of them in this order: a uint8 tensor if they fit into memory, else a `Files`, which reads
-batches in worker processes.
+batches in worker processes. Both have the attributes files, root and levels.
 """
 import fcntl
 import itertools
@@ -28,29 +28,34 @@ from tqdm import tqdm
 import cli
 import devices
 import distributed
+import listing
 
 SMALLEST = 8        # pixels; we chose the smallest size that still gives flip_and_crop a padding of one pixel
-ENDINGS = (*datasets.folder.IMG_EXTENSIONS, ".gif")     # of an animated image, the first frame is used
 
 # ---------------------------------------------------------------- load
 
 
-def load_folder(root, image_size, skip_broken, *, crop="pad", flip=False, stream=None, workers=None,
-                device="cpu"):
+def load_folder(root, image_size, skip_broken, *, labels_file=None, levels=None, crop="pad", flip=False,
+                stream=None, workers=None, device="cpu"):
     """The images of a folder, its pieces and its classes (see the top of this file).
 
+    labels_file: see tables.py. levels: those of an earlier run; None: find_levels.
     stream: whether images stay on disk; None: only if they do not fit into memory.
     crop, flip, workers: see Files.
     """
     if image_size < SMALLEST:
         raise cli.Refused(f"--image_size {image_size}: too small; give {SMALLEST} or more")
-    pieces, classes = list_folder(root)
+    pieces, classes = listing.list_folder(root, labels_file)
+    if levels is None:
+        levels = {} if is_imagenet(classes) else find_levels(pieces)
     if stays_on_disk(pieces, image_size, crop, stream, device):
         if not is_imagenet(classes):                    # its files come from archives with checksums
             pieces = check_files(pieces, root, skip_broken, image_size, crop)
-        return Files(all_files(pieces), image_size, crop, flip, workers), pieces, classes
-    images, pieces = decode_files(pieces, root, skip_broken, image_size)
-    images.files = all_files(pieces)                    # for data.fingerprint
+        images = Files(all_files(pieces), image_size, crop, flip, workers, levels)
+    else:
+        images, pieces = decode_files(pieces, root, skip_broken, image_size, levels)
+        images.files = all_files(pieces)
+    images.root, images.levels = root, levels           # for inventory.py and model.pt
     return images, pieces, classes
 
 
@@ -69,13 +74,13 @@ def check_files(pieces, root, skip_broken, image_size, crop):
     return readable(pieces, try_files(read_to_end, pieces, root, skip_broken))
 
 
-def decode_files(pieces, root, skip_broken, image_size):
+def decode_files(pieces, root, skip_broken, image_size, levels):
     """All images (M, 3, S, S) uint8, channels last in memory, and the readable pieces."""
     images = {part: np.empty((len(files), image_size, image_size, 3), np.uint8)
               for part, (files, _) in pieces.items()}
 
     def fill(part, i, file):
-        images[part][i] = decode(file, image_size)
+        images[part][i] = decode(file, image_size, levels=levels)
 
     good = try_files(fill, pieces, root, skip_broken)
     joined = torch.cat([torch.from_numpy(images[part][good[part]]) for part in pieces])
@@ -138,84 +143,6 @@ def stays_on_disk(pieces, image_size, crop, stream, device):
     return on_disk
 
 
-# ---------------------------------------------------------------- list
-
-
-def list_folder(root):
-    """The pieces and classes of train/<class>/*, test/<class>/* and/or val/<class>/*, and of unlabeled/*."""
-    pieces, classes = {}, None
-    for part, name in {"train": "train", "test": "test", "validation": "val"}.items():
-        if not (root / name).is_dir():
-            if part == "train":
-                raise cli.Refused(f"--dataset {root}: no folder train/; create it with one folder of images "
-                                  "per class")
-            continue
-        files, labels, found = list_classes(root, name)
-        classes = classes or found
-        if found != classes:
-            differ = ", ".join(sorted(set(found) ^ set(classes)))
-            raise cli.Refused(f"--dataset {root}: the class folders of train/ and {name}/ differ: {differ}; "
-                              "both must have the same classes")
-        pieces[part] = files, labels
-    if (root / "unlabeled").is_dir():
-        files = list_images(root / "unlabeled")
-        pieces["unlabeled"] = files, np.full(len(files), -1)
-    val_as_test(pieces)
-    return pieces, classes
-
-
-def list_classes(root, name):
-    """The files, labels and class names of root/name/<class>/*."""
-    try:
-        found = datasets.ImageFolder(root / name, is_valid_file=lambda file: file.lower().endswith(ENDINGS))
-    except FileNotFoundError as error:                  # no class folders, or a class folder without images
-        raise cli.Refused(f"--dataset {root}: {' '.join(str(error).split())}")
-    return [file for file, _ in found.samples], np.asarray(found.targets), found.classes
-
-
-def list_images(folder):
-    """All image files in a folder and its subfolders, sorted."""
-    return sorted(os.path.join(place, name) for place, _, names in os.walk(folder, followlinks=True)
-                  for name in names if name.lower().endswith(ENDINGS))
-
-
-def val_as_test(pieces):
-    """Without a test part, test on the validation part: ImageNet's folders are called train/ and val/."""
-    if "test" not in pieces and "validation" in pieces:
-        pieces["test"] = pieces.pop("validation")
-
-
-def read_list(path):
-    """The file names in a list, one per line, with or without their folder, as in S4L and SimCLR."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, ValueError) as error:
-        raise cli.Refused(f"--labels_file {path}: cannot be read ({cli.reason(error)}); give a text file "
-                          "with one image name per line")
-    names = [Path(line.strip()).parts[-2:] for line in lines if line.strip()]
-    if not names:
-        raise cli.Refused(f"--labels_file {path}: contains no image names; write one per line")
-    return names
-
-
-def find_listed(path, train):
-    """The positions of the listed files in `train`, the list of training files."""
-    names, positions = read_list(path), {}
-    for i, file in enumerate(train):
-        folder, name = Path(file).parts[-2:]
-        positions[folder, name] = i
-        positions[name,] = -1 if (name,) in positions else i    # -1: several files have this name
-    found = [positions.get(name) for name in names]
-    for value, problem, remedy in [
-            (None, "is not among the training images", "correct or remove the line"),
-            (-1, "is the name of several training images", "write class/name")]:
-        if value in found:
-            more = f" ({found.count(value) - 1} more like it)" if found.count(value) > 1 else ""
-            name = "/".join(names[found.index(value)])
-            raise cli.Refused(f"--labels_file {path}: {name} {problem}{more}; {remedy}")
-    return np.unique(found)
-
-
 # ---------------------------------------------------------------- ImageNet
 
 
@@ -257,9 +184,9 @@ def one_at_a_time(data_dir):
 # ---------------------------------------------------------------- decode
 
 
-def decode(file, image_size, crop="pad"):
+def decode(file, image_size, crop="pad", levels=None):
     """An image as at test time: resized by its shorter side, then cropped to the centre. (S, S, 3) uint8"""
-    image, short = open_rgb(file), short_side(image_size, crop)
+    image, short = open_rgb(file, levels), short_side(image_size, crop)
     refuse_thin(image, short)
     return np.asarray(TF.center_crop(TF.resize(image, short, antialias=True), image_size))
 
@@ -275,19 +202,101 @@ def refuse_thin(image, short):
         raise ValueError(f"an image of {image.width} x {image.height} pixels is too long and thin")
 
 
-def open_rgb(file):
+def open_rgb(file, levels=None):
     """An image of any mode as RGB, turned upright as its EXIF data says, because we predict rotations."""
+    listing.endings()                                   # registers pillow-heif, also in a worker process
     with Image.open(file) as image:
         image = ImageOps.exif_transpose(image)
-        if image.mode[0] in "IF":                       # 16 or 32 bits: PIL's conversion would clip at 255
-            image = Image.fromarray(to_8_bit(np.asarray(image).astype(np.float64), image.mode))
+        if is_deep(image):                              # PIL's conversion would clip at 255
+            grey, mode = np.asarray(image).astype(np.float64), image.mode
+            image = Image.fromarray(to_8_bit(grey, mode, (levels or {}).get(mode[0])))
         return image.convert("RGB")
 
 
-def to_8_bit(grey, mode):
-    """Grey values of PIL's modes I, I;16 and F as uint8. White is not standardised; we infer it per image."""
+def random_crop(file, image_size, flip, seed, levels=None):
+    """S4L: a random crop of the original image, resized; flipped with probability 1/2 if `flip`. (S, S, 3)"""
+    image = open_rgb(file, levels)
+    with torch.random.fork_rng(devices=[]):             # RandomResizedCrop takes no generator
+        torch.manual_seed(seed)
+        box = RandomResizedCrop.get_params(image, scale=(0.05, 1.0), ratio=(3 / 4, 4 / 3))      # S4L
+        flipped = flip and torch.rand(()) < 0.5
+    image = TF.resized_crop(image, *box, (image_size, image_size), antialias=True)      # bilinear
+    return np.asarray(TF.horizontal_flip(image) if flipped else image)
+
+
+# ---------------------------------------------------------------- images with more than 8 bits
+
+# Our choices. The percentiles ignore dead and hot pixels and burnt-in marks; the numbers make the levels
+# exact to about one grey level of 8 bits, and finding them takes seconds.
+PERCENTILES = 0.1, 99.9
+LEVEL_IMAGES, LEVEL_PIXELS = 1000, 10_000
+DEEP_COLOUR = "16-bit colour"           # PIL has no such mode
+
+
+def is_deep(image):
+    """Whether an image has grey values of 12, 16 or 32 bits: PIL's modes I, I;16 and F."""
+    return image.mode[0] in "IF"
+
+
+def find_levels(pieces):
+    """One scale for all images with more than 8 bits: {"I" or "F": [black, white]}; empty if there are none.
+
+    Microscopes and X-ray detectors use a part of the 16 bits, which no file states, and brightness differs
+    between images for a reason. So black and white are percentiles over the images, the same for all of them.
+    """
+    seen = [part for part in pieces if part not in ("test", "validation")]
+    files = [file for part in seen for file in pieces[part][0]]
+    with ThreadPoolExecutor() as pool:
+        modes = list(pool.map(deep_mode, files))
+        levels = {}
+        for kind, name in dict(I="12 or 16 bits", F="floating-point numbers").items():
+            deep = [file for file, mode in zip(files, modes) if mode and mode[0] == kind]
+            some = deep[::math.ceil(len(deep) / LEVEL_IMAGES) or 1]
+            pixels = [grey for grey in pool.map(some_pixels, some) if grey is not None]
+            black, white = np.percentile(np.concatenate(pixels), PERCENTILES).tolist() if pixels else (0, 0)
+            if white > black:                           # else: one grey value, and to_8_bit infers its white
+                levels[kind] = [black, white]
+                print(f"{len(deep):,} of {len(files):,} images have {name}: grey values from {black:g} to "
+                      f"{white:g} become 0 to 255, in all images alike")
+    colour = modes.count(DEEP_COLOUR)
+    if colour:
+        print(f"note: {colour:,} of {len(files):,} images have 16 bits per colour; Pillow reads the upper 8, "
+              "so images that only use the lower ones are dark")
+    return levels
+
+
+def deep_mode(file):
+    """The mode of an image with more than 8 bits; None for others, and for files that cannot be read."""
+    try:
+        listing.endings()
+        with Image.open(file) as image:                 # reads only the header
+            in_colour = any(";16" in str(tile[-1]) for tile in image.tile)
+            return image.mode if is_deep(image) else DEEP_COLOUR if in_colour else None
+    except Exception:                                   # reported when the file is read
+        return None
+
+
+def some_pixels(file):
+    """At most LEVEL_PIXELS finite grey values from all over an image; None if it cannot be read."""
+    try:
+        with Image.open(file) as image:
+            grey = np.asarray(image).astype(np.float64).ravel()
+    except Exception:                                   # reported when the file is read
+        return None
+    grey = grey[::math.ceil(len(grey) / LEVEL_PIXELS)]
+    return grey[np.isfinite(grey)]
+
+
+def to_8_bit(grey, mode, levels=None):
+    """Grey values of PIL's modes I, I;16 and F as uint8.
+
+    levels: black and white. Without them, no image of this kind was in the dataset; we infer white per image.
+    """
     if not np.isfinite(grey).all():
         raise ValueError("some pixels are NaN or infinite")
+    if levels:
+        black, white = levels
+        return np.rint((grey - black) * (255 / (white - black))).clip(0, 255).astype(np.uint8)
     if grey.max() > 65535:
         grey *= 255 / grey.max()
     elif mode.startswith("I;16") or grey.max() > 255:
@@ -295,17 +304,6 @@ def to_8_bit(grey, mode):
     elif mode == "F" and grey.max() <= 1:
         grey *= 255
     return grey.clip(0, 255).astype(np.uint8)
-
-
-def random_crop(file, image_size, flip, seed):
-    """S4L: a random crop of the original image, resized; flipped with probability 1/2 if `flip`. (S, S, 3)"""
-    image = open_rgb(file)
-    with torch.random.fork_rng(devices=[]):             # RandomResizedCrop takes no generator
-        torch.manual_seed(seed)
-        box = RandomResizedCrop.get_params(image, scale=(0.05, 1.0), ratio=(3 / 4, 4 / 3))      # S4L
-        flipped = flip and torch.rand(()) < 0.5
-    image = TF.resized_crop(image, *box, (image_size, image_size), antialias=True)      # bilinear
-    return np.asarray(TF.horizontal_flip(image) if flipped else image)
 
 
 # ---------------------------------------------------------------- stream
@@ -318,9 +316,9 @@ class Files(Dataset):
     crop "resized": see random_crop.
     """
 
-    def __init__(self, files, image_size, crop, flip, workers=None):
+    def __init__(self, files, image_size, crop, flip, workers=None, levels=None):
         self.files = np.array(files)                    # workers would copy a list, but share an array
-        self.crop, self.flip = crop, flip
+        self.crop, self.flip, self.levels = crop, flip, levels
         self.shape = (len(files), 3, image_size, image_size)
         self.workers = default_workers() if workers is None else workers
 
@@ -332,9 +330,9 @@ class Files(Dataset):
         size, file = self.shape[-1], str(self.files[i])
         try:
             if self.crop == "pad" or seed is None:
-                pixels = decode(file, size, self.crop)
+                pixels = decode(file, size, self.crop, self.levels)
             else:
-                pixels = random_crop(file, size, self.flip, seed)
+                pixels = random_crop(file, size, self.flip, seed, self.levels)
         except Exception as error:                      # the file was readable when the run started
             raise OSError(f"--dataset: {file} can no longer be read ({cli.reason(error)}); "
                           "restore it and run again")

@@ -1,4 +1,4 @@
-"""Backbones (WideResNet, ResNet50v2) and their heads: classifier, additional classifier, K rotation heads.
+"""Backbones (WideResNet, ResNet50v2, FastNet) and heads: classifier, additional classifier, K rotation heads.
 
     net = make_model("wrn-28-2", num_classes=10, rot_heads=10)
     class_logits, aux_logits, rot_logits = net(x)               # (N, 10), (N, 10), (N, 10, 4)
@@ -6,8 +6,10 @@
 
 The input is scaled to [-1, 1] and has three channels and any square size.
 """
+import math
 import re
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -110,6 +112,68 @@ class ResNet50v2(nn.Module):
         return F.relu(self.bn(h)).mean((2, 3))                  # (N, 2048)
 
 
+class FastNet(nn.Module):
+    """A shallow, wide network in the style of airbench: (N, 3, H, W), H >= 8, to features (N, widths[2]).
+
+    A fixed convolution whitens patches of 2 x 2 pixels (see `whiten`). Three groups follow: conv3, max-pool,
+    BN, GELU, conv3, BN, GELU. The variants are for comparison: "relu" instead of GELU, "mean" instead of the
+    maximum at the end, "plain": no whitening, the first convolution sees the pixels.
+    """
+
+    def __init__(self, widths, variants, bn_momentum):
+        super().__init__()
+        self.num_features = widths[2]
+        self.activate = F.relu if "relu" in variants else F.gelu
+        self.mean_pool = "mean" in variants
+        c_in = 3
+        if "plain" not in variants:
+            c_in = 2 * PATCH                                    # each direction and its negative
+            self.patch_weight = nn.Parameter(torch.zeros(c_in, 3, 2, 2), requires_grad=False)
+            self.patch_bias = nn.Parameter(torch.zeros(c_in), requires_grad=False)
+        self.convs, self.bns = nn.ModuleList(), nn.ModuleList()
+        for c_out in widths:
+            for c in c_in, c_out:
+                conv = nn.Conv2d(c, c_out, 3, padding=1, bias=False)            # torch's initial weights
+                with torch.no_grad():
+                    nn.init.dirac_(conv.weight[:c])             # airbench: the first c filters copy the input
+                self.convs.append(conv)
+                self.bns.append(nn.BatchNorm2d(c_out, momentum=bn_momentum))
+            c_in = c_out
+
+    def forward(self, x):
+        if hasattr(self, "patch_weight"):
+            x = self.activate(F.conv2d(x, self.patch_weight, self.patch_bias))  # (N, 24, H-1, W-1)
+        for i, (conv, bn) in enumerate(zip(self.convs, self.bns)):
+            x = conv(x)
+            if i % 2 == 0 and x.shape[-1] >= 4:                 # we chose 4: images of 8 pixels keep 3 x 3
+                x = F.max_pool2d(x, 2)
+            x = self.activate(bn(x))
+        return x.mean((2, 3)) if self.mean_pool else x.amax((2, 3))             # (N, widths[2])
+
+
+PATCH = 3 * 2 * 2                                               # the values in a patch of 2 x 2 pixels
+
+
+@torch.no_grad()
+def whiten(net, x):
+    """Set FastNet's fixed convolution so that the patches of the scaled images x (N, 3, H, W) become white.
+
+    Other networks stay as they are. The filters are the eigenvectors of the patches' covariance, divided by
+    the root of the eigenvalue, and their negatives. 5e-4 is airbench's constant; its pixels have variance 1.
+    """
+    if not hasattr(net.backbone, "patch_weight") or net.backbone.patch_bias.any():      # pretrained
+        return
+    patches = F.unfold(x.double(), 2).transpose(1, 2).flatten(0, 1)             # (N (H-1) (W-1), 12)
+    values, vectors = torch.linalg.eigh(patches.T.cov())        # (12,), (12, 12): one vector per column
+    values = values.clamp_min(0)
+    varies = values > 1e-6 * values.max()                       # grey images vary in 4 directions only
+    scale = torch.where(varies, (values + 5e-4 * values.mean()).rsqrt(), 0)     # 0 / 0 if all are black
+    w = (vectors * scale).T                                     # (12, 12)
+    w = torch.cat([w, -w])                                      # (24, 12)
+    net.backbone.patch_weight.copy_(w.view(-1, 3, 2, 2))
+    net.backbone.patch_bias.copy_(-w @ patches.mean(0))
+
+
 class Net(nn.Module):
     """A backbone and the requested heads; the other heads, and their logits, are None."""
 
@@ -132,35 +196,47 @@ class Net(nn.Module):
         for head in filter(None, (self.classifier, self.aux, self.rotation)):
             nn.init.zeros_(head.bias)
 
-    def forward(self, x):
-        h = self.backbone(x)                                    # (N, F)
+    def forward(self, x, detach=None):
+        """detach: rows (first, last + 1) whose class loss must not reach the backbone (--detach_rotated)."""
+        h = h_class = self.backbone(x)                          # (N, F)
+        if detach:
+            first, end = detach
+            h_class = torch.cat([h[:first], h[first:end].detach(), h[end:]])
         aux_logits = self.aux(h) if self.aux else None          # (N, C)
         rot_logits = None
         if self.rotation:
             reduced = self.reduce(h) if self.reduce else h      # (N, rot_dim)
             rot_logits = self.rotation(reduced).unflatten(1, (-1, 4))           # (N, K, 4)
-        return self.classifier(h), aux_logits, rot_logits
+        return self.classifier(h_class), aux_logits, rot_logits
 
 
 def make_model(arch, num_classes, rot_heads, rot_dim=None, aux=True, bn_momentum=0.001):
-    """arch is `wrn-<depth>-<width>` or `resnet50v2`; bn_momentum follows torch (MixMatch 0.001, S4L 0.01)."""
+    """arch: see check_arch; bn_momentum follows torch (MixMatch 0.001, S4L 0.01)."""
     check_arch(arch)
-    if arch == "resnet50v2":
+    kind, *numbers = arch.split("-")
+    if kind == "resnet50v2":
         backbone, init_ = ResNet50v2(bn_momentum), nn.init.xavier_uniform_      # S4L
+    elif kind == "fast":
+        backbone = FastNet([int(n) for n in numbers[:3]], numbers[3:], bn_momentum)
+        init_ = partial(nn.init.kaiming_uniform_, a=math.sqrt(5))               # torch's default for Linear
     else:
-        _, depth, width = arch.split("-")
-        backbone = WideResNet(int(depth), float(width), bn_momentum)
+        backbone = WideResNet(int(numbers[0]), float(numbers[1]), bn_momentum)
         init_ = nn.init.xavier_normal_                          # MixMatch
     return Net(backbone, num_classes, rot_heads, rot_dim, aux, init_)
 
 
 def check_arch(arch):
-    if arch == "resnet50v2":
+    """Refuse anything but wrn-<depth>-<width>, resnet50v2 and fast-<width>-<width>-<width>[-<variants>]."""
+    wide = re.fullmatch(r"wrn-(\d+)-(\d+\.?\d*|\.\d+)", arch)
+    fast = re.fullmatch(r"fast-(\d{1,4})-(\d{1,4})-(\d{1,4})(-relu)?(-mean)?(-plain)?", arch)
+    if not (wide or fast or arch == "resnet50v2"):
+        raise cli.Refused(f"--arch {arch}: must be wrn-<depth>-<width>, for example wrn-28-2, "
+                          "fast-<width>-<width>-<width>, for example fast-32-128-128, or resnet50v2")
+    if fast and not all(int(width) for width in fast.groups()[:3]):
+        raise cli.Refused(f"--arch {arch}: the widths must be 1 or more")
+    if not wide:
         return
-    match = re.fullmatch(r"wrn-(\d+)-(\d+\.?\d*|\.\d+)", arch)
-    if not match:
-        raise cli.Refused(f"--arch {arch}: must be wrn-<depth>-<width>, for example wrn-28-2, or resnet50v2")
-    depth, width = int(match[1]), float(match[2])
+    depth, width = int(wide[1]), float(wide[2])
     if depth < 10 or (depth - 4) % 6:
         raise cli.Refused(f"--arch {arch}: the depth of a WideResNet must be 6n + 4, "
                           "that is 10, 16, 22, 28, ...")

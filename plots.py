@@ -3,13 +3,14 @@
     plot_curve            errors of one run over its steps (curve.png in the run folder)
     plot_confusion        confusion matrix of a classifier (evaluate.py test)
     plot_method           CRAE on one image, from left to right (evaluate.py explain)
-    plot_labels           error against the number of labelled images (report.py, like all figures below)
+    plot_runs             errors of single runs with their intervals (report.py, like all figures below)
+    plot_labels           error against the number of labelled images
     plot_curves           error curves of several methods
     plot_diversity        unlabelled error over the epochs, and the diversity matrix at some of them
     plot_diversity_pair   the final diversity matrices of CRAE and CRAE+
     plot_rotation_dim     accuracy against the feature dimension before the rotation heads
 
-This is the only file that imports matplotlib. It does not use pyplot, so it needs no display and does not
+Only this file and sheets.py import matplotlib. It does not use pyplot, so it needs no display and does not
 interfere with the figures of a notebook.
 """
 import statistics
@@ -20,7 +21,10 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 from matplotlib.text import Annotation
 
-PALETTE = [*colormaps["tab20"].colors, *colormaps["tab20b"].colors]
+# Dark colours first, because light ones are hard to see on white.
+TAB20, TAB20B = colormaps["tab20"].colors, colormaps["tab20b"].colors
+PALETTE = [*TAB20[::2], *TAB20B[::4], *TAB20B[1::4], *TAB20B[2::4], *TAB20[1::2], *TAB20B[3::4]]
+MOST_MARKERS = 20       # on each line of plot_curve; we chose a number at which they do not touch
 # For plot_method. Our choices: ten class names are still readable; orange marks the true class and rotation.
 CLASSES_SHOWN = 10
 BLUE, TRUE, GREY = "#3b75af", "#e8820c", "#777777"
@@ -37,7 +41,25 @@ def save_figure(figure, path, dpi=100):
 
 def shorten(name, most=15):
     """A class name that fits next to an axis."""
+    name = printable(name)
     return name if len(name) <= most else name[:most - 1] + "…"
+
+
+def shorten_start(name, most=16):
+    """A file name that fits below an image: its end, which tells files apart."""
+    name = printable(name)
+    return name if len(name) <= most else "…" + name[1 - most:]
+
+
+def shorten_middle(name, most=36):
+    """The name of a run that fits next to an axis: method and seed are at its start, other values follow."""
+    name = printable(name)
+    return name if len(name) <= most else name[:most - 11] + "…" + name[-10:]
+
+
+def printable(name):
+    """The name without what matplotlib cannot draw, such as line breaks and bytes in another encoding."""
+    return "".join(c if c.isprintable() else "?" for c in name)
 
 
 def mean_and_deviation(values):
@@ -60,9 +82,12 @@ def plot_curve(rows, path, title):
         if column == "rotation_accuracy":
             points = [(step, 100 - value) for step, value in points]            # as an error, like the others
         if points:
-            axes.plot(*zip(*points), label=label, linewidth=2 if column == "test_error" else 1)
+            markers = min(len(points), MOST_MARKERS)
+            marked = np.linspace(0, len(points) - 1, markers).round().astype(int).tolist()
+            axes.plot(*zip(*points), label=label, linewidth=2 if column == "test_error" else 1, marker="o",
+                      markersize=4, markevery=marked)
     axes.set(xlabel="step", ylabel="error (%)", ylim=(0, None))
-    axes.set_title(title, parse_math=False)
+    axes.set_title(printable(title), parse_math=False)
     axes.legend()
     axes.grid(alpha=0.3)
     save_figure(figure, path, dpi=120)
@@ -77,7 +102,7 @@ def plot_confusion(matrix, classes, title, path):
     axes = figure.subplots()
     shown = axes.imshow(share, vmin=0, vmax=1, cmap="Blues")
     axes.set(xlabel="predicted class", ylabel="true class")
-    axes.set_title(title, parse_math=False, fontsize=9)
+    axes.set_title(printable(title), parse_math=False, fontsize=9)
     if C <= 20:
         names = [shorten(name) for name in classes]
         upright = max(map(len, names)) <= 2
@@ -205,6 +230,35 @@ def arrow(figure, start, end):
 
 # ---------------------------------------------------------------- several runs
 
+MARKERS = "osv^DPX*<>"                                           # so that methods differ not only in colour
+
+
+def plot_runs(panels, path):
+    """Errors of single runs with their 95 % intervals, one row per run, the lowest error on top.
+
+    panels: dicts with `title` and `runs`: dicts with `name`, `method`, `colour` (a number), `error` and
+    `interval`, a pair or None
+    """
+    sizes = [max(2.5, len(p["runs"])) for p in panels]                          # in rows
+    figure = Figure(figsize=(7.5, 0.7 + sum(0.24 * n + 0.75 for n in sizes)), layout="constrained")
+    methods = list(dict.fromkeys(r["method"] for p in panels for r in p["runs"]))
+    all_axes = figure.subplots(len(panels), 1, squeeze=False, height_ratios=sizes)[:, 0]
+    named = {}                                                  # method: what the legend shows
+    for axes, p in zip(all_axes, panels):
+        for y, r in enumerate(p["runs"]):
+            low, high = r["interval"] or (r["error"], r["error"])
+            style = dict(color=colour(r["colour"]), marker=MARKERS[methods.index(r["method"]) % len(MARKERS)])
+            named[r["method"]] = axes.errorbar(r["error"], y, xerr=[[r["error"] - low], [high - r["error"]]],
+                                               capsize=3, linestyle="", **style)
+        names = [shorten_middle(r["name"]) for r in p["runs"]]
+        axes.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
+        axes.set(ylim=(len(names) - 0.4, -0.6), xlim=(0, None))
+        axes.set_title(shorten_start(p["title"], 70), fontsize=10, parse_math=False)
+        axes.grid(alpha=0.3)
+    all_axes[-1].set_xlabel("test error of the saved model (%), 95 % interval")
+    figure.legend(named.values(), named.keys(), fontsize=8, loc="outside lower center", ncols=3)
+    save_figure(figure, path, dpi=120)
+
 
 def plot_labels(methods, title, with_paper, path):
     """Error against the number of labels: ours with error bars, the paper's dashed in the same colour.
@@ -218,7 +272,7 @@ def plot_labels(methods, title, with_paper, path):
         if m["ours"]:
             means, deviations = zip(*(mean_and_deviation(errors) for _, errors in m["ours"]))
             axes.errorbar([n * aside for n, _ in m["ours"]], means, deviations, label=m["name"], capsize=3,
-                          color=colour(m["colour"]), marker="osv^D"[k % 5])
+                          color=colour(m["colour"]), marker=MARKERS[k % len(MARKERS)])
         if m["paper"]:
             label, marker = (None, "") if m["ours"] else (f"{m['name']} (paper)", ".")
             axes.plot(*zip(*m["paper"]), color=colour(m["colour"]), linestyle="--", alpha=0.7, marker=marker,
@@ -227,6 +281,8 @@ def plot_labels(methods, title, with_paper, path):
         axes.plot([], [], linestyle="--", color="grey", label="the paper's")
     if len(counts) > 1:
         axes.set_xscale("log")
+    else:
+        axes.set_xlim(0.5 * counts[0], 1.5 * counts[0])
     axes.set_xticks(counts, [str(n) for n in counts])
     axes.minorticks_off()
     axes.set_xlabel("labelled images")
@@ -236,10 +292,10 @@ def plot_labels(methods, title, with_paper, path):
 def plot_curves(methods, title, path):
     """Test error over the steps. methods: dicts of `name`, `colour` (a number), `points` [(step, error)]."""
     figure, axes = wide_figure(len(methods))
-    for m in methods:
+    for k, m in enumerate(methods):
         steps, errors = zip(*m["points"]) if m["points"] else ((), ())
         axes.plot(steps, errors, color=colour(m["colour"]), label=m["name"], linewidth=1.2,
-                  marker="o" if len(steps) < 3 else "")
+                  marker=MARKERS[k % len(MARKERS)], markersize=5, markevery=max(1, len(steps) // 8))
     axes.set_xlabel("step")
     finish_errors(figure, axes, title, path)
 
@@ -251,8 +307,8 @@ def wide_figure(names):
 
 
 def finish_errors(figure, axes, title, path):
-    axes.set(ylabel="test error (%)", ylim=(0, None))
-    axes.set_title(title, parse_math=False)
+    axes.set(ylabel="test error (%)", ylim=(0, 1.05 * axes.get_ylim()[1]))      # room for the highest marker
+    axes.set_title(printable(title), parse_math=False)
     axes.grid(alpha=0.3)
     figure.legend(fontsize=8, loc="outside right upper")
     save_figure(figure, path)
@@ -261,10 +317,10 @@ def finish_errors(figure, axes, title, path):
 def plot_diversity(errors, panels, title, path):
     """The paper's figure: error of p(y|x) on unlabelled images, and below it the matrix at some epochs.
 
-    errors: [(epoch, error)]; panels: dicts with `epoch`, `matrix` (C, K), `diagonal` (its mean)
+    errors: [(epoch, error)]; panels: dicts with `epoch`, `matrix` (C, K), `diagonal` (its mean) and `classes`
     """
     figure = Figure(figsize=(8, 5), layout="constrained")
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.suptitle(printable(title), fontsize=10, parse_math=False)
     above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
     curve = above.subplots()
     curve.plot(*zip(*errors), color="tab:red", marker="o" if len(errors) < 3 else "")
@@ -272,13 +328,16 @@ def plot_diversity(errors, panels, title, path):
     for panel in panels:
         curve.axvline(panel["epoch"], color="grey", linewidth=0.8, linestyle=":")
     curve.grid(alpha=0.3)
-    all_axes = below.subplots(1, len(panels), squeeze=False)[0]
+    all_axes = below.subplots(1, max(4, len(panels)), squeeze=False)[0]         # one panel: on the left
+    for axes in all_axes[len(panels):]:
+        axes.set_axis_off()
     for axes, panel in zip(all_axes, panels):
-        caption = f"epoch {panel['epoch']:g}\ndiagonal {panel['diagonal']:.2f}"
-        shown = show_diversity(axes, panel["matrix"], caption)
+        caption = f"epoch {panel['epoch']:.4g}\ndiagonal {panel['diagonal']:.2f}"
+        classes = panel["classes"] if axes is all_axes[0] else ()
+        shown = show_diversity(axes, panel["matrix"], caption, classes)
+        axes.set_xlabel("rotation head", fontsize=9)
     below.colorbar(shown, ax=list(all_axes))
-    below.supylabel("class", fontsize=9)
-    below.supxlabel("rotation head", fontsize=9)
+    all_axes[0].set_ylabel("class", fontsize=9)
     save_figure(figure, path)
 
 
@@ -286,19 +345,24 @@ def plot_diversity_pair(panels, title, path):
     """The paper's figure: two matrices side by side; panels as in plot_diversity, each with a `name`."""
     figure = Figure(figsize=(6, 3.4), layout="constrained")
     both = figure.subplots(1, 2)
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure.suptitle(printable(title), fontsize=10, parse_math=False)
     for axes, panel in zip(both, panels):
-        caption = f"{panel['name']}, epoch {panel['epoch']:g}, diagonal {panel['diagonal']:.2f}"
-        show_diversity(axes, panel["matrix"], caption)
+        caption = f"{panel['name']}, epoch {panel['epoch']:.4g}, diagonal {panel['diagonal']:.2f}"
+        show_diversity(axes, panel["matrix"], caption, panel["classes"])
         axes.set(xlabel="rotation head", ylabel="class")
     figure.colorbar(both[0].images[0], ax=both, shrink=0.8)
     save_figure(figure, path)
 
 
-def show_diversity(axes, matrix, title):
-    """Row: true class; column: the head that gives the true rotation the highest probability; both from 0."""
+def show_diversity(axes, matrix, title, classes=()):
+    """Row: true class, by name if there are few; column: the head that gives the true rotation the highest
+    probability, from 0.
+    """
     axes.set_title(title, fontsize=9)
     axes.locator_params(integer=True)
+    if 0 < len(classes) <= CLASSES_SHOWN:
+        axes.set_yticks(range(len(classes)), [shorten(str(name), 11) for name in classes], fontsize=7,
+                        parse_math=False)
     return axes.imshow(matrix, vmin=0, vmax=1, cmap="viridis")
 
 
@@ -317,7 +381,7 @@ def plot_rotation_dim(rows, title, path):
     axes.set_xscale("log", base=2)
     axes.set_xticks(dims, [str(d) for d in dims])
     axes.set(xlabel="dimension in front of the rotation heads", ylabel="test accuracy (%)")
-    axes.set_title(title, parse_math=False)
+    axes.set_title(printable(title), parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
     save_figure(figure, path)

@@ -1,19 +1,29 @@
-"""The paper's table "Experimental details" as plain dicts, the baselines' constants and the paper's results.
+"""Two recipes for every dataset as plain dicts, the constants of the methods and the paper's results.
 
-A flag on the command line overrides a preset. The keys are:
+`paper` is the paper's table "Experimental details": 2^20 steps on a GPU. `fast` is for minutes on a CPU, and
+is not in the paper (docs/recipe.md). A flag on the command line overrides a preset. The keys are:
 
-    labels        number of labelled images to draw; None: the whole training set is labelled
-    validation    images held out of the training set: a number, or a fraction of it
-    epoch         steps per epoch
-    eval_epochs   epochs between two evaluations; each evaluation writes one row of log.csv
-    bn_momentum   torch's convention: the weight of the new batch in the running statistics
-    ema           decay of the averaged weights that are tested; None: the weights themselves are tested
-    rot_dim       dimension that features are reduced to before the rotation heads; None: no reduction
-    image_size    None: keep the size of the images
-    crop          pad: reflect-pad by an eighth, then crop; resized: resize a random crop of the original file
-    optimizer     adam (decoupled weight decay) or sgd (momentum 0.9, L2)
-    warmup        fraction of the run over which the learning rate grows linearly from 0
-    decay_at      fractions of the run after which the learning rate is divided by 10
+    labels          number of labelled images to draw; None: the whole training set is labelled
+    validation      images held out of the training set: a number, or a fraction of it
+    epoch           steps per epoch; None: a tenth of the run
+    eval_epochs     epochs between two evaluations; each evaluation writes one row of log.csv
+    quick_eval      evaluate on a sample of the images, except at the last step
+    unlabeled       unlabelled images per step; None: as many as labelled ones (FixMatch: seven times)
+    labeled_copies  four: all rotations of a labelled image; two: upright, and one random rotation
+    eta             CRAE: weight of each of the two rotation losses
+    ext1_ramp       part of the run over which the weight of extension 1 grows from 0; None: no ramp
+    bn_momentum     torch's convention: the weight of the new batch in the running statistics
+    ema             decay of the averaged weights that are tested; None: the weights themselves are tested
+    ema_horizon     instead of ema: the number of averaged steps as a fraction of the run, with warm-up
+    rot_dim         dimension that features are reduced to before the rotation heads; None: no reduction
+    image_size      None: keep the size of the images
+    crop            pad: reflect-pad by an eighth, then crop; resized: resize a random crop of the file
+    optimizer       adam (decoupled weight decay) or sgd (momentum 0.9, L2)
+    beta2           the second decay rate of Adam
+    schedule        steps_down (warmup and decay_at) or triangle: up, then down to zero
+    warmup          fraction of the run over which the learning rate grows linearly
+    decay_at        fractions of the run after which the learning rate is divided by 10
+    cpu_precision   bf16: on CPUs that support it; fp32. GPUs use bf16
 """
 import csv
 import os
@@ -22,7 +32,9 @@ from pathlib import Path
 # Table "Experimental details"; EMA and bn_momentum are MixMatch's, whose settings the paper follows.
 cifar10 = dict(labels=250, validation=5000, arch="wrn-28-2", steps=1024 * 1024, epoch=1024, batch=64,
                lr=0.002, weight_decay=0.02, ema=0.999, bn_momentum=0.001, rot_dim=None, flip=True,
-               image_size=None, crop="pad", optimizer="adam", warmup=0, decay_at=[], eval_epochs=1)
+               image_size=None, crop="pad", optimizer="adam", warmup=0, decay_at=[], eval_epochs=1,
+               unlabeled=None, labeled_copies="four", eta=1.0, ext1_ramp=None, ema_horizon=None,
+               beta2=0.999, schedule="steps_down", cpu_precision="fp32", quick_eval=False)
 svhn = cifar10 | dict(validation=7325, steps=500 * 1024, flip=False)
 svhn_extra = svhn | dict(weight_decay=0.0001)
 cifar100 = cifar10 | dict(labels=10000, arch="wrn-28-8.4375", steps=300 * 1024, weight_decay=0.04)
@@ -45,10 +57,11 @@ own_folder = own_npz | dict(image_size=32)
 # warmup and decay_at are the table's epochs as fractions of the run: 10 of 1000 and 5 of 200; 700, 800, 900
 # of 1000 and 140, 160, 180 of 200.
 # rot_dim: from the paper's figure, "not drop even when the dimension is reduced from 2048 to 16".
-imagenet_1 = dict(labels="1%", validation=5005, arch="resnet50v2", steps=1000 * 53, epoch=53, batch=256,
-                  lr=0.01, weight_decay=0.01, ema=None, bn_momentum=0.01, rot_dim=16, flip=True,
-                  image_size=224, crop="resized", optimizer="sgd", warmup=10 / 1000, decay_at=[0.7, 0.8, 0.9],
-                  eval_epochs=10)       # we chose 10: an evaluation reads 65,000 images, an epoch 27,000
+imagenet_1 = cifar10 | dict(
+    labels="1%", validation=5005, arch="resnet50v2", steps=1000 * 53, epoch=53, batch=256, lr=0.01,
+    weight_decay=0.01, ema=None, bn_momentum=0.01, rot_dim=16, image_size=224, crop="resized",
+    optimizer="sgd", warmup=10 / 1000, decay_at=[0.7, 0.8, 0.9],
+    eval_epochs=10)                     # we chose 10: an evaluation reads 65,000 images, an epoch 27,000
 imagenet_10 = imagenet_1 | dict(labels="10%", validation=50046, steps=200 * 503, epoch=503, lr=0.1,
                                 weight_decay=0.001, warmup=5 / 200, eval_epochs=1)
 IMAGENET_LABELED = {"1%": 13762, "10%": 128866}                 # the table's literal counts
@@ -61,13 +74,33 @@ NUM_CLASSES = dict.fromkeys(NAMED, 10) | dict(cifar100=100, imagenet=1000)
 IMAGE_SIZE = dict.fromkeys(NAMED, 32) | dict(digits=8, fashion_mnist=28, imagenet=224)
 
 
-def for_dataset(dataset, labels=None, batch=None):
+# The fast recipe: what it replaces in the dicts above. Chosen on validation images (docs/recipe.md); the
+# style of the network and of the learning rate is airbench's.
+fast = dict(arch="fast-32-128-128", steps=2000, epoch=None, batch=64, unlabeled=48, labeled_copies="two",
+            eta=2.0, ext1_ramp=[0.3, 0.7], image_size=24, lr=0.003, beta2=0.99, weight_decay=0.02,
+            optimizer="adam", schedule="triangle", warmup=0.2, ema=None, ema_horizon=0.01, bn_momentum=0.1,
+            cpu_precision="bf16", quick_eval=True)
+# Digits have 8 pixels; enlarged, they keep more of their shape when FastNet pools. 600 steps are a minute.
+FAST_FOR = dict(digits=dict(image_size=16, steps=600), fashion_mnist=dict(image_size=20))
+FAST_BY_DEFAULT = "digits", "fashion_mnist"                     # and users' own data
+
+
+def default_recipe(dataset):
+    return "paper" if dataset in NAMED and dataset not in FAST_BY_DEFAULT else "fast"
+
+
+def for_dataset(dataset, labels=None, batch=None, recipe=None):
     """The preset of a named dataset or of a path; ImageNet's also depends on the labels and the batch."""
     if dataset == "imagenet":
         return for_imagenet(labels, batch)
     if dataset in NAMED:
-        return dict(NAMED[dataset])
-    return dict(own_folder if os.path.isdir(dataset) else own_npz)
+        preset = dict(NAMED[dataset])
+    else:
+        preset = dict(own_folder if os.path.isdir(dataset) else own_npz)
+    if (recipe or default_recipe(dataset)) == "fast":
+        own = {} if dataset in NAMED else dict(image_size=preset["image_size"])
+        preset |= fast | own | FAST_FOR.get(dataset, {})
+    return preset
 
 
 def for_imagenet(labels, batch):
@@ -131,9 +164,17 @@ BASELINES_SVHN_EXTRA = BASELINES_SVHN | dict(                   # the MixMatch c
 )
 
 
-def of_baseline(method, dataset):
+# With the fast recipe, a method has only the constants of its loss. The others are those of BASELINES.
+BASELINES_FAST = {method: {k: v for k, v in constants.items() if k not in ("lr", "weight_decay", "ema")}
+                  for method, constants in BASELINES.items()}
+BASELINES_FAST["mixmatch"] |= dict(weight=30.0)                 # chosen on validation images (docs/recipe.md)
+
+
+def of_baseline(method, dataset, recipe):
     """The constants of a baseline; what they do not contain comes from the preset of the dataset."""
     own = dict(cifar100=BASELINES_CIFAR100, svhn=BASELINES_SVHN, svhn_extra=BASELINES_SVHN_EXTRA)
+    if (recipe or default_recipe(dataset)) == "fast":
+        return BASELINES_FAST[method]
     return own.get(dataset, BASELINES)[method]
 
 

@@ -1,32 +1,34 @@
-"""The paper's tables and figures, with our numbers next to the paper's.
+"""Your runs in one table, then the paper's tables and figures with our numbers next to the paper's.
 
-    python report.py runs/                          writes report/report.md and its figures
+    python report.py runs/          writes report/report.html, report/report.md and its figures
 
-Reads only config.json, log.csv and diversity.csv of each run in the folder. Without runs, the tables show
-the paper's numbers. The error of a run is the median of its last 20 evaluations; on ImageNet, where the
-learning rate decays, it is the last one. A table cell is the mean ± standard deviation over the seeds of all
-finished runs, with the number of seeds in brackets.
+report.html contains everything, also the figures: one file to send. Reads only config.json, log.csv and
+diversity.csv of each run in the folder, and the images of `evaluate.py test`. The paper's tables are shown
+for the datasets that were run. In them, the error of a run is the median of its last 20 evaluations; on
+ImageNet, where the learning rate decays, it is the last one. A table cell is the mean ± standard deviation
+over the seeds of all finished runs, with the number of seeds in brackets.
 """
 import cli
 
 FLAGS = {
     "runs": (str, cli.WORD, "folder that contains the runs, for example runs/"),
-    "out": (str, "report", "folder for report.md and the figures"),
+    "out": (str, "report", "folder for report.html, report.md and the figures"),
 }
 
 if __name__ == "__main__":
     ARGUMENTS = cli.parse(FLAGS, __doc__)   # before torch is imported: a mistyped flag is reported at once
 
-import re
 import statistics
 import sys
 from itertools import chain
 from pathlib import Path
 
+import overview
+import pages
 import plots
 import presets
 import results
-import run_folder
+from overview import file_name, label_order, table_line
 
 # The paper's tables: title, and rows as method: name.
 TABLES = {
@@ -43,7 +45,8 @@ TABLES = {
         no_rotation="CRAE without rotation branches", no_rotation_ext1="the same + ext. 1",
         crae_ext2="CRAE + ext. 2 (not in the paper)",
         crae_entmin="CRAE + entropy minimisation (not in the paper)",
-        crae_ext2_entmin="CRAE + entropy minimisation and ext. 2 (not in the paper)")),
+        crae_ext2_entmin="CRAE + entropy minimisation and ext. 2 (not in the paper)",
+        crae_detach_rotated="CRAE, rotated labelled copies do not train the features (not in the paper)")),
     "ensemble": ("Ensembles", dict(
         crae="CRAE", random="random select", independent="independent", detach="detached p(y|x)",
         crae_plus="CRAE+", s4l="S4L", s4l_one_rotation="S4L, one rotation per image (not in the paper)")),
@@ -68,11 +71,12 @@ METHODS |= dict(no_rotation_ext1="ext. 1 without rotation branches",
                 crae_plus_no_aux="CRAE+, no additional classifier")
 METHODS |= {f"independent_{k}": f"independent, {k} heads" for k in (2, 10, 20)}
 
-EXPLANATION = """\
-A cell is the mean ± standard deviation over seeds (number of seeds). 'paper': the number in the CRAE paper,
-with the source in square brackets if the paper quotes it. MixMatch's runs kept one image for validation and
-took 2^20 steps on every dataset, and its Pseudo-Label has a product of two means as its loss. ICT's numbers
-are from a CNN with 13 layers and its own code, SWA's from Mean Teacher with fast-SWA for 780 epochs."""
+CELLS = "A cell is the mean ± standard deviation over seeds (number of seeds)."
+PAPER = """\
+'paper': the number in the CRAE paper, with the source in square brackets if the paper quotes it. MixMatch's
+runs kept one image for validation and took 2^20 steps on every dataset, and its Pseudo-Label has a product of
+two means as its loss. ICT's numbers are from a CNN with 13 layers and its own code, SWA's from Mean Teacher
+with fast-SWA for 780 epochs."""
 
 # ---------------------------------------------------------------- runs
 
@@ -80,17 +84,6 @@ are from a CNN with 13 layers and its own code, SWA's from Mean Teacher with fas
 def setting_of(run):
     """The flags that differ from the preset, as text; empty for the preset itself."""
     return ", ".join(f"{k} {v}" for k, v in sorted(run["changed"].items()))
-
-
-def label_order(labels):
-    """Sort key of label counts: 250, 4000, 1%, all."""
-    text = str(labels).rstrip("%")
-    return (0, float(text)) if text.replace(".", "").isdigit() else (1, 0.0)
-
-
-def file_name(dataset):
-    """The name of a dataset, or the end of its path, as part of a file name."""
-    return re.sub(r"[^\w.-]+", "-", Path(dataset).name)
 
 
 # ---------------------------------------------------------------- tables
@@ -132,17 +125,16 @@ def paper_cells(table, dataset):
 def error_table(table, title, rows, dataset, runs, with_paper):
     """The lines of a table, none if it is empty, and its missing cells (dataset, labels, method).
 
-    Datasets of the paper: a table has the rows of the paper and those with runs. Other datasets: all rows.
+    A table has the rows of the paper and those with finished runs.
     """
     paper = paper_cells(table, dataset) if with_paper else {}
     # A run that the first table shows is no reason for another table.
-    own = [method for method in rows if table == "slfsl" or method not in TABLES["slfsl"][1]]
+    own = [method for method in rows if table in ("slfsl", "own") or method not in TABLES["slfsl"][1]]
     has_runs = any(belongs_to(r, method) for r in runs for method in own)
     ours = {str(r["labels"]) for r in runs if has_runs and any(belongs_to(r, method) for method in rows)}
     columns = sorted({k for k, _ in paper} | ours, key=label_order)
     cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
-    if with_paper:
-        rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
+    rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
     if not columns or not rows:
         return [], []
     head = [f"{title}, {dataset}".replace("|", "/")]
@@ -155,12 +147,8 @@ def error_table(table, title, rows, dataset, runs, with_paper):
             line += [cells[method, k], paper.get((k, method), "")] if paper else [cells[method, k]]
         lines.append(table_line(line))
     missing = [(dataset, k, METHODS.get(method, method)) for method in rows for k in columns
-               if not cells[method, k] and (not with_paper or (k, method) in paper)]
+               if not cells[method, k] and (k, method) in paper]
     return lines, missing
-
-
-def table_line(cells):
-    return "| " + " | ".join(cells) + " |"
 
 
 def imagenet_table(runs):
@@ -248,7 +236,7 @@ def diversity_panel(run, step):
     """One matrix, as plot_diversity and plot_diversity_pair take it."""
     matrix = run["matrices"][step]
     return dict(epoch=step / run["epoch"], matrix=matrix, diagonal=mean_diagonal(matrix),
-                name=METHODS[run["method"]])
+                name=METHODS[run["method"]], classes=run["classes"])
 
 
 def diversity_steps(run, count=4):
@@ -284,7 +272,7 @@ def diversity_figures(runs, title, folder, start):
 
 @cli.strict(FLAGS)
 def write_report(runs, out):
-    """Write report.md and its figures. Returns the path of report.md."""
+    """Write report.md, its figures and report.html. Returns the path of report.md."""
     folder, out = Path(runs), Path(out)
     if not folder.is_dir():
         raise cli.Refused(f"RUNS {folder}: no such folder")
@@ -292,22 +280,35 @@ def write_report(runs, out):
         raise cli.Refused(f"--out {out}: is a file; give a folder")
     found, skipped = results.read_runs(folder, presets.DEFINITION)
     unfinished = [r for r in found if not r["finished"]]
-    counts = f"{len(found) - len(unfinished)} finished runs, {len(unfinished)} unfinished"
+    finished = [r for r in found if r["finished"]]
+    some = "1 finished run" if len(finished) == 1 else f"{len(finished)} finished runs"
+    counts = f"{some}, {len(unfinished)} unfinished"
     try:
         out.mkdir(parents=True, exist_ok=True)
+        text = ["# Report", "", f"{counts}.", "", *overview.write_overview(finished, folder, METHODS, out)]
         lines, missing = write_sections(found, out)
-        text = ["# Report", "", f"{counts}. {EXPLANATION}", "", *lines]
+        text += explanation(found) + lines
         text += bullet_list("Unfinished, not counted", [f"{r['path']}: step {r['step']} of {r['steps']}"
                                                         for r in unfinished])
         text += bullet_list("Not run, or not finished", missing_lines(missing))
         text += bullet_list("Skipped", skipped)
-        (out / "report.md").write_text("\n".join(text) + "\n")
+        (out / "report.md").write_text("\n".join(text) + "\n", encoding="utf-8", errors="replace")
+        pages.write_page(text, out, f"Report: {counts}", out / "report.html")
     except OSError as error:
         raise cli.Refused(f"--out {out}: cannot be written ({error.strerror})")
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
-    print(f"{out / 'report.md'}: {counts}, {len(missing)} table cells without a finished run")
+    print(f"{out / 'report.html'} and {out / 'report.md'}: {counts}, "
+          f"{len(missing)} table cells without a finished run")
     return str(out / "report.md")
+
+
+def explanation(found):
+    """What the tables by dataset show."""
+    if not found:
+        return []
+    in_paper = {r["dataset"] for r in found} & {r["dataset"] for r in presets.paper_numbers()}
+    return ["## Means over seeds", "", CELLS + (f" {PAPER}" if in_paper else ""), ""]
 
 
 def bullet_list(title, items):
@@ -325,11 +326,12 @@ def missing_lines(missing):
 def write_sections(found, out):
     """One section per dataset and setting, with figures. Returns the lines and the cells that are missing."""
     lines, missing, taken = [], [], set()
-    for dataset in dict.fromkeys(r["dataset"] for r in [*presets.paper_numbers(), *found]):
+    in_order = dict.fromkeys(r["dataset"] for r in [*presets.paper_numbers(), *found])
+    for dataset in [d for d in in_order if any(r["dataset"] == d for r in found)]:
         runs = [r for r in found if r["dataset"] == dataset]
         if dataset == "imagenet":
             rows, absent = imagenet_table([r for r in runs if not setting_of(r)])
-            lines += ["## imagenet, accuracies", "", f"Accuracies in percent: {what_counts(dataset)}.", ""]
+            lines += ["## imagenet, accuracies", "", f"Accuracies in percent: {what_counts(runs)}.", ""]
             lines, missing = [*lines, *rows, ""], missing + absent
         stem = file_name(dataset)
         while stem in taken:                # another dataset whose path has the same end
@@ -343,10 +345,12 @@ def write_sections(found, out):
     return lines, list(dict.fromkeys(missing))
 
 
-def what_counts(dataset):
+def what_counts(runs):
     """Which evaluations are reported."""
-    n = run_folder.rows_that_count(presets.for_dataset(dataset))
-    return f"the median of a run's last {n} evaluations" if n > 1 else "a run's last evaluation"
+    counted = sorted({r["counted"] for r in runs})
+    texts = ["a run's last evaluation" if n == 1 else f"the median of a run's last {n} evaluations"
+             for n in counted]
+    return " or ".join(texts)
 
 
 def write_setting(runs, dataset, setting, stem, out):
@@ -355,15 +359,24 @@ def write_setting(runs, dataset, setting, stem, out):
     with_paper = in_paper and not setting
     if not runs and not with_paper:
         return [], []
-    note = f", with {setting} (differs from the preset, so without the paper's numbers)" if setting else ""
-    lines, missing = [f"## {dataset}{note}", "", f"Test errors in percent: {what_counts(dataset)}.", ""], []
-    others = {m: m for m in sorted({r["method"] for r in runs} - set(METHODS))}
-    own_table = dataset == "imagenet" and not setting
-    for table, (title, rows) in ({} if own_table else TABLES | {"": ("Others", others)}).items():
+    why = " (differs from the preset, so without the paper's numbers)" if in_paper else ""
+    counts = f"Test errors in percent: {what_counts(runs)}." if runs else "No run has the preset's values."
+    lines, missing = [f"## {dataset}{f', with {setting}{why}' if setting else ''}", "", counts, ""], []
+    for table, (title, rows) in tables_of(runs, dataset, setting).items():
         rows, absent = error_table(table, title, rows, dataset, runs, with_paper)
         lines += [*rows, ""] if rows else []
         missing += absent
     return lines + write_figures(runs, dataset, stem, with_paper, out), missing
+
+
+def tables_of(runs, dataset, setting):
+    """The tables of a dataset, like TABLES: those of the paper, or one with all methods for your own data."""
+    if dataset == "imagenet" and not setting:
+        return {}                           # it has a table of its own
+    names = {method: name for method, name, _ in in_table_order({r["method"] for r in runs})}
+    if dataset not in presets.NAMED:
+        return {"own": ("Method", names)}
+    return TABLES | {"": ("Others", {m: name for m, name in names.items() if m not in METHODS})}
 
 
 def write_figures(runs, dataset, stem, with_paper, out):
@@ -379,9 +392,9 @@ def write_figures(runs, dataset, stem, with_paper, out):
         plots.plot_labels(methods, dataset, with_paper, add(f"{stem}_labels.png", "error against labels"))
     for labels in sorted({r["labels"] for r in runs}, key=label_order):
         some = [r for r in runs if r["labels"] == labels and r["own_dim"]]
-        title, start = f"{dataset}, {labels} labels", f"{stem}_{labels}"
+        title, start = f"{dataset}, {labels} labels", f"{stem}_{labels}".replace(" ", "-")
         with_errors = [r for r in some if r["errors"]]
-        if with_errors:
+        if any(len(r["errors"]) > 1 for r in with_errors):      # one evaluation is no curve
             path = add(f"{start}_curves.png", f"error curves, {title}")
             plots.plot_curves(curves_figure(with_errors), f"{title} (number of seeds)", path)
         for name, methods in diversity_figures(some, title, out, f"{start}_diversity").items():

@@ -68,9 +68,12 @@ def read_run(path):
         raise ValueError("no test error, or an epoch without steps")
     counted = [error for _, error in errors][-run_folder.rows_that_count(config):]
     top5 = rows[-1].get("test_top5_error") if rows else None
+    seconds = rows[-1].get("seconds") if rows else None
     changed, resolved = dict(config["changed"]), config["resolved"]
+    labeled = resolved.get("images", {}).get("labeled")
+    matrices, classes = read_diversity(path / "diversity.csv")
     return dict(path=path, method=str(config["method"]), dataset=str(config["dataset"]),
-                labels=label_count(config["labels"]), seed=int(config["seed"]),
+                labels=label_count(config, labeled), labeled=labeled, seed=int(config["seed"]),
                 rot_dim=config["rot_dim"] and int(config["rot_dim"]), own_dim="rot_dim" not in changed,
                 changed={k: v for k, v in changed.items() if k != "rot_dim"},
                 definition=config.get("definition", 1) if "select" in config else None,     # None: a baseline
@@ -78,25 +81,36 @@ def read_run(path):
                 steps=steps, step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]),
                 finished=finished, errors=errors, unlabeled=unlabeled, top5=float(top5) if top5 else None,
                 error=statistics.median(counted) if counted else None,
-                matrices=read_diversity(path / "diversity.csv"))
+                saved_error=errors[-1][1] if errors else None,
+                interval=run_folder.interval_of(errors[-1][1], config) if errors else None,
+                counted=run_folder.rows_that_count(config), seconds=float(seconds) if seconds else None,
+                matrices=matrices, classes=classes)
 
 
-def label_count(value):
-    """250, "10%", or "all" if all training images are labelled."""
+def label_count(config, labeled):
+    """250, "10%", "40 listed" with --labels_file, or "all" if all training images are labelled."""
+    value = config["labels"]
+    if config.get("labels_file"):
+        return f"{labeled} listed" if labeled else "listed"
     return str(value) if str(value).endswith("%") else int(value) if value else "all"
 
 
 def read_diversity(path):
-    """{step: matrix (C, K)}, nan for classes without images; None if damaged. Leaves out rows cut off."""
-    matrices = {}
+    """{step: matrix (C, K)}, nan for classes without images, and the class names. Leaves out rows cut off.
+
+    The first is None if the file is damaged.
+    """
+    matrices, classes = {}, {}
     try:
-        with path.open(newline="") as file:
+        with path.open(newline="", encoding="utf-8", errors="surrogateescape") as file:
             for row in csv.DictReader(file):
                 if None not in row.values():
                     cells = [float(v) if v else float("nan") for k, v in row.items() if k.startswith("head_")]
                     matrices.setdefault(int(row["step"]), []).append(cells)
+                    classes.setdefault(int(row["step"]), []).append(row["class"])
     except FileNotFoundError:               # no rotation heads, or one for all classes
-        return {}
+        return {}, []
     except Exception:                       # a foreign file causes errors of many types
-        return None
-    return {step: matrix for step, matrix in matrices.items() if len({len(row) for row in matrix}) == 1}
+        return None, []
+    whole = {step: matrix for step, matrix in matrices.items() if len({len(row) for row in matrix}) == 1}
+    return whole, classes[min(whole)] if whole else []

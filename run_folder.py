@@ -21,7 +21,10 @@ import torchvision
 
 import cli
 import data
+import devices
 import distributed
+import inventory
+import metrics
 import presets
 import settings
 
@@ -37,9 +40,10 @@ def check_folder(config, longer=True):
         return None
     if not config["resume"]:
         raise cli.Refused(f"--out {out}: already exists; add --resume to continue it, or give another --out")
-    refuse_other_flags(config, longer)
+    saved = refuse_other_flags(config, longer, moved=True)
     rows = read_log(out / "log.csv", config["steps"])
     done = rows and int(rows[-1]["step"]) == config["steps"] and (out / "model.pt").exists()
+    done = done and saved.get("dataset") == config["dataset"]   # else load_data compares the images first
     return print_result(config, rows) if done else None
 
 
@@ -50,8 +54,11 @@ def holds_anything(out):
     return any(".tmp" not in p.suffixes and p.name != ".lock" for p in out.iterdir())
 
 
-def refuse_other_flags(config, longer=True):
-    """Refuse to continue the run in a folder with flags other than its own."""
+def refuse_other_flags(config, longer=True, moved=False):
+    """Refuse to continue the run in a folder with flags other than its own. Returns its config.
+
+    moved: allow another place of the dataset, because load_data will compare the images.
+    """
     out = Path(config["out"])
     if not os.path.exists(out / "config.json"):
         raise cli.Refused(f"--out {out}: is not the folder of a run; give another --out")
@@ -62,30 +69,72 @@ def refuse_other_flags(config, longer=True):
     if "select" in config and "select" in saved and saved.get("definition") != config["definition"]:
         raise cli.Refused(f"--resume: the run in {out} used an earlier definition of CRAE "
                           "(docs/deviations.md); give another --out")
+    keep_saved_values(config, saved)
     for name, value in sorted(config.items(), key=lambda item: item[0] == "method"):    # last: may be no flag
         may_differ = name in (*settings.HARMLESS, "command", "paper", "changed", "data")
-        # longer: more steps are allowed, because nothing else depends on their number.
-        may_differ |= longer and not config["decay_at"] and name == "steps" and value > saved.get(name, value)
+        if name == "steps":
+            # longer: more steps are allowed, because nothing else depends on their number.
+            fixed = not longer or config["decay_at"] or config["recipe"] == "fast"
+            # None: other --minutes than the run's, which are refused below.
+            may_differ = value is None or not fixed and value > saved.get(name, value)
+        may_differ |= moved and may_have_moved(name, config, saved)
         if not may_differ and name in saved and saved[name] != value:   # `saved` may lack a newer flag
+            if name == "image_size" and not os.path.exists(config["dataset"]):  # its preset is not a folder's
+                raise cli.Refused(f"--dataset {config['dataset']}: no such folder; if the images of the run "
+                                  f"in {out} were moved, give their new place")
             raise cli.Refused(f"--{name} {value}: the run in {out} has {saved[name]}; "
                               "use that value, or give another --out")
+    return saved
+
+
+def may_have_moved(name, config, saved):
+    """Whether the flag is a path that may be another place of the run's data."""
+    places = config["dataset"], saved.get("dataset")
+    if name not in ("dataset", "labels_file") or places[0] == places[1] or {*places} & presets.NAMED.keys():
+        return False
+    tables = [Path(values.get("labels_file") or "").name for values in (config, saved)]
+    return name == "dataset" or tables[0] == tables[1]
+
+
+def keep_saved_values(config, saved):
+    """A resumed run keeps its precision, and the number of steps that --minutes gave."""
+    # Runs from before the fast recipe have no --minutes, and saved their precision only if it was given.
+    saved["minutes"] = saved.get("minutes")
+    saved["precision"] = saved.get("precision") or devices.default_precision(config["device"], "fp32")
+    if "precision" not in config["changed"]:
+        config["precision"] = saved["precision"]
+        if config["precision"] == "bf16" and config["device"] == "cpu" and not devices.has_bf16():
+            raise cli.Refused(f"--resume: the run in {config['out']} uses bf16, which this CPU does not "
+                              "support; continue on another machine, or give another --out")
+    if config["minutes"] and saved.get("minutes") == config["minutes"]:
+        settings.set_steps(config, saved["steps"])
 
 
 def load_data(config):
     """The images, labels, split and classes of a run; a resumed run keeps its saved split."""
+    file = Path(config["out"], "config.json")
+    saved = json.loads(file.read_text()) if os.path.exists(file) else {}
+    if saved:                                                   # an earlier version had no levels
+        config["levels"] = saved.get("levels", {})
     images, labels, parts, classes = load_images(config)
-    config["data"] = data.fingerprint(images, labels, parts)
+    config.pop("levels", None)
+    if getattr(images, "levels", None):
+        config["levels"] = images.levels
+    config["data"] = inventory.fingerprint(images, labels, parts, classes, saved.get("data"))
     number = int(config["data"], 16)
     largest, smallest = distributed.agree(number, -number)
     if largest != -smallest:
         raise cli.Refused(f"--dataset {config['dataset']}: the processes of this run see different images, "
                           "or the same images in a different order")
-    saved = Path(config["out"], "split.npz")
-    if not os.path.exists(saved):
-        return images, labels, draw_split(config, labels, parts), classes
-    refuse_other_data(config)
+    if saved:
+        refuse_other_data(config, saved)
+    path = Path(config["out"], "split.npz")
+    if not os.path.exists(path):
+        split = draw_split(config, labels, parts)
+        inventory.print_notes(images, labels, split, classes)
+        return images, labels, split, classes
     try:
-        with np.load(saved, allow_pickle=False) as file:        # never run code from the file
+        with np.load(path, allow_pickle=False) as file:         # never run code from the file
             split = {part: file[part] for part in ("labeled", "unlabeled", "validation", "test")}
     except Exception as error:                                  # numpy raises many types for damaged files
         raise cli.Refused(f"--out {config['out']}: split.npz cannot be read ({cli.reason(error)}); "
@@ -93,12 +142,40 @@ def load_data(config):
     return images, labels, split, classes
 
 
-def refuse_other_data(config):
-    """Refuse other images or another order: the split of a run, and so its errors, belong to its images."""
-    saved = json.loads(Path(config["out"], "config.json").read_text()).get("data")
-    if saved != config["data"]:
-        raise cli.Refused(f"--dataset {config['dataset']}: its images, their labels or their order differ "
-                          f"from those of the run in {config['out']}; give another --out")
+def refuse_other_data(config, saved):
+    """Refuse other images or another order: the split of a run, and so its errors, belong to its images.
+
+    The same images in another place are those of the run, which keeps the name of the first place.
+    """
+    place, first = config["dataset"], saved.get("dataset")
+    if saved.get("data") != config["data"]:
+        also = f" (it used {first})" if first != place else ""
+        raise cli.Refused(f"--dataset {place}: its images, their labels or their order differ "
+                          f"from those of the run in {config['out']}{also}; give another --out")
+    if first != place:
+        print(f"{place} has the images of the run in {config['out']}, which were in {first}")
+        config.update(dataset=first, labels_file=saved.get("labels_file"))
+
+
+def load_again(config, classes, dataset=None):
+    """The images, labels and parts of a finished run, from `dataset` if moved. Refuses other data."""
+    run, first, labels_file = config["out"], config["dataset"], config.get("labels_file")
+    if dataset and first in presets.NAMED:
+        raise cli.Refused(f"--dataset {dataset}: the run in {run} used {first}; omit the flag (--data_dir is "
+                          "the folder of downloaded datasets)")
+    if not dataset and first not in presets.NAMED and not os.path.exists(first):
+        raise cli.Refused(f"RUN {run}: its dataset {first} does not exist; if it was moved, give --dataset")
+    if dataset and labels_file and Path(labels_file).is_relative_to(first):     # the table was moved with it
+        labels_file = str(Path(dataset, Path(labels_file).relative_to(first)))
+    place = settings.same_spelling(dataset or first)
+    config = config | dict(dataset=place, labels_file=labels_file, levels=config.get("levels", {}))
+    images, labels, parts, found = load_images(config)
+    data_now = inventory.fingerprint(images, labels, parts, found, config.get("data"))
+    if found != classes or data_now != config.get("data"):
+        raise cli.Refused(f"--dataset {place}: its images, labels or classes differ from those of the run in "
+                          f"{run}, which used {first}" if dataset else
+                          f"RUN {run}: the images or classes of its dataset {first} have changed")
+    return images, labels, parts
 
 
 def draw_split(config, labels, parts):
@@ -111,6 +188,7 @@ def draw_split(config, labels, parts):
 def load_images(config):
     """data.load with the values of a run."""
     reading = {name: config[name] for name in ("crop", "flip", "stream", "workers", "device")}
+    reading["levels"] = config.get("levels")                    # of images with more than 8 bits
     return data.load(config["dataset"], config["data_dir"], config["image_size"], config["skip_broken"],
                      config["labels_file"], **reading)
 
@@ -205,6 +283,14 @@ def write_config(config, split, resolved):
     write_whole(out / "config.json", lambda tmp: tmp.write_text(json.dumps(record, indent=2) + "\n"))
     if not (out / "split.npz").exists():                        # the labelled images of a run never change
         write_whole(out / "split.npz", lambda tmp: np.savez(tmp, **split))
+
+
+@distributed.first_process_only
+def write_split_csv(out, images, labels, split, classes):
+    """Write split.npz for readers: which image is in which part. A resumed run keeps the file."""
+    if not (out / "split.csv").exists():
+        rows = inventory.split_rows(images, labels, split, classes)
+        write_whole(out / "split.csv", lambda tmp: write_rows(tmp, rows, "w"))
 
 
 def git_state():
@@ -319,20 +405,37 @@ def keep_rows(path, last_step):
 
 
 def rows_that_count(config):
-    """How many of the last evaluations the reported median covers: one if the learning rate decays (S4L)."""
-    return 1 if config.get("decay_at") else MEDIAN_OF
+    """How many of the last evaluations the reported median covers: one if the learning rate decays."""
+    return 1 if config.get("decay_at") or config.get("recipe") == "fast" else MEDIAN_OF
+
+
+def interval_of(error, record):
+    """The 95 % interval of a test error, in percent. record: the contents of config.json.
+
+    None if there is no test error, or if the record does not state the number of test images.
+    """
+    n = record.get("resolved", {}).get("images", {}).get("test")
+    return metrics.wilson(round(error / 100 * n), n) if n and error is not None else None
 
 
 def print_result(config, rows):
-    """Print the result of a run. Returns its final row as numbers, with the reported error."""
+    """Print the result of a run. Returns its final row as numbers, with the reported error and `interval`.
+
+    The saved model is the one of the last row, and `interval` belongs to its error.
+    """
     row = {k: float(v) if v else None for k, v in rows[-1].items()} | dict(median_test_error=None)
     last = [float(r["test_error"]) for r in rows[-rows_that_count(config):] if r["test_error"]]
+    path = Path(config["out"], "config.json")
+    row["interval"] = interval_of(row["test_error"], json.loads(path.read_text()) if path.exists() else {})
     if last:
         row["median_test_error"] = statistics.median(last)
-        evaluations = f"{len(last)} evaluations" if len(last) > 1 else "evaluation"
-        line = (f"test error {row['median_test_error']:.2f} % (median of the last {evaluations}), "
-                f"{row['test_error']:.2f} % at the end")
-        line += f"; the paper: {config['paper']}" if config["paper"] else ""
+        line = f"{row['test_error']:.2f} %"
+        if row["interval"]:
+            line += " (95 % interval {:.2f} to {:.2f} %)".format(*row["interval"])
+        if len(last) > 1:
+            line = (f"{row['median_test_error']:.2f} % (median of the last {len(last)} evaluations); "
+                    f"saved model: {line}")
+        line = f"test error {line}" + (f"; the paper: {config['paper']}" if config["paper"] else "")
     else:                                                       # a stage without a classifier
         line = f"rotation accuracy {row['rotation_accuracy']:.2f} % at the end"
     print(f"{config['out']}: {line}", flush=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 import cli
 import devices
 import distributed
-import folders
 import models
 import presets
+import tables
 
 # Flags that are not part of the experiment, so a resumed run may change them. accumulate and sync_bn change
 # what BN and the mixing see (docs/scaling.md); a run may need them to continue on other GPUs.
@@ -25,26 +25,47 @@ def resolve(flags, table, script, method, named_by_method=(), constants=None):
     """
     flags = flags | dict(dataset=same_spelling(flags["dataset"]))
     check_values(flags)
-    listed = len(folders.read_list(flags["labels_file"])) if flags["labels_file"] else None
-    preset = presets.for_dataset(flags["dataset"], listed or flags["labels"], flags["batch"])
+    listed = tables.count_listed(flags["labels_file"]) if flags["labels_file"] else None
+    listed = None if flags["labels"] else listed                # --labels draws some of a table's labels
+    given = {k: v for k, v in flags.items() if v is not None and v != table[k][1]}
+    usual = presets.default_recipe(flags["dataset"])
+    flags["recipe"] = flags["recipe"] or usual
+    preset = presets.for_dataset(flags["dataset"], listed or flags["labels"], flags["batch"], flags["recipe"])
     preset |= constants or {}
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
     config["method"] = method                                   # a variant of a baseline has its own name
+    config["steps"] = None if flags["minutes"] else config["steps"]             # training.fit_into_minutes
+    set_steps(config, config["steps"])
     if listed:
         config["labels"] = None
+    if config["arch"].startswith("fast") and (config["image_size"] or SMALLEST_FAST) < SMALLEST_FAST:
+        raise cli.Refused(f"--image_size {config['image_size']}: --arch {config['arch']} needs "
+                          f"{SMALLEST_FAST} pixels or more")
     if not 0 <= config["weight_decay"] < math.inf:
         raise cli.Refused(f"--weight_decay {config['weight_decay']}: must be 0 or more, and finite")
     models.check_arch(config["arch"])
     config["device"] = devices.select(config["device"], config["deterministic"])
+    precision = devices.default_precision(config["device"], config["cpu_precision"])
+    config["precision"] = config["precision"] or precision
     join_processes(config)
-    given = {k: v for k, v in flags.items() if v is not None and v != table[k][1]}
-    changed = differences(given, table, preset, named_by_method)
+    changed = differences(given, table, preset | dict(recipe=usual), named_by_method)
     config["out"] = config["out"] or default_folder(config, listed, changed)
     config["rot_dim"] = config.get("rot_dim") or None           # 0: no reduction, even if the preset has one
     config["changed"] = {k: v for k, v in changed.items() if k != "pretrained"}
     config["command"] = command_of(script, given)
     config["paper"] = None if changed else presets.paper_error(config["dataset"], config["labels"], method)
     return config
+
+
+SMALLEST_FAST = 8                       # pixels: a smaller image would leave FastNet nothing to pool
+EVALUATIONS = 10                        # per run with --recipe fast; we chose enough points for a curve
+
+
+def set_steps(config, steps):
+    """Set the number of steps, and what depends on it."""
+    config["steps"] = steps
+    if steps and config["recipe"] == "fast":
+        config["epoch"] = max(1, steps // EVALUATIONS)
 
 
 def same_spelling(dataset):
@@ -55,10 +76,16 @@ def same_spelling(dataset):
 
 def check_values(flags):
     """Refuse values that are out of range for every dataset."""
-    if flags["labels"] is not None and flags["labels_file"]:
+    if flags["labels"] is not None and flags["labels_file"] and not tables.is_table(flags["labels_file"]):
         raise cli.Refused(f"--labels {flags['labels']}: --labels_file already lists the labelled images; "
                           "omit one of the two flags")
-    for name in "steps", "batch", "unlabeled", "lr", "image_size", "labels", "save_minutes", "accumulate":
+    if flags["minutes"] and flags["steps"]:
+        raise cli.Refused(f"--minutes {flags['minutes']:g}: --steps {flags['steps']} already sets the "
+                          "length; omit one of the two flags")
+    if flags["recipe"] == "fast" and flags["dataset"] == "imagenet":
+        raise cli.Refused("--recipe fast: its network is too small for imagenet; omit the flag")
+    for name in ("steps", "minutes", "batch", "unlabeled", "lr", "image_size", "labels", "save_minutes",
+                 "accumulate"):
         value = flags.get(name)
         number = float(value.rstrip("%")) if isinstance(value, str) else value
         if value is not None and not 0 < number < math.inf:

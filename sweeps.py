@@ -6,6 +6,7 @@
 """
 import collections
 import csv
+import json
 import os
 import re
 import shlex
@@ -21,6 +22,7 @@ from tqdm import tqdm
 
 import cli
 import devices
+import progress
 import report
 import run_folder
 import train_baselines
@@ -48,9 +50,25 @@ def stages_of(run):
     return stages
 
 
+def steps_of(run):
+    """The steps of each stage. With --minutes, they are known once the run has started; until then, 0."""
+    if run["config"]["steps"]:
+        return run["config"]["steps"]
+    try:
+        return int(json.loads((run["folder"] / "config.json").read_text())["steps"])
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
 def steps_done(run):
     """The logged steps of each stage."""
-    return [logged_steps(folder / "log.csv", run["config"]["steps"]) for _, folder in stages_of(run)]
+    return [logged_steps(folder / "log.csv", steps_of(run)) for _, folder in stages_of(run)]
+
+
+def part_done(run):
+    """The finished part of a run, from 0 to 1."""
+    done = steps_done(run)
+    return sum(done) / (len(done) * steps_of(run)) if steps_of(run) else 0.0
 
 
 def logged_steps(log, steps):
@@ -62,7 +80,7 @@ def logged_steps(log, steps):
 
 
 def is_finished(run):
-    return steps_done(run)[-1] == run["config"]["steps"] and (run["folder"] / "model.pt").exists()
+    return 0 < steps_of(run) == steps_done(run)[-1] and (run["folder"] / "model.pt").exists()
 
 
 def launcher(processes):
@@ -78,13 +96,14 @@ def launcher(processes):
 def print_plan(runs, num_classes, image_size, jobs, processes):
     """Print the command of each run with an estimate of its time. Returns one dict per run."""
     config, flops, plan = runs[0]["config"], {}, []
-    net, *_ = SCRIPTS[runs[0]["script"]].build(config, num_classes)
+    net, *_ = SCRIPTS[runs[0]["script"]].build(config | dict(steps=config["steps"] or 1), num_classes)
     rate = devices.flop_rate(net, config, image_size)
     gpus = torch.cuda.device_count() if config["device"] == "cuda" else 1       # CPU: runs share the cores
     for run in runs:
         row = run["config"]["method"], run["config"]["rot_dim"]         # seeds and labels cost nothing
         if row not in flops:
-            flops[row] = [devices.step_flops(build, run["config"], num_classes, image_size)
+            any_steps = run["config"] | dict(steps=run["config"]["steps"] or 1)         # with --minutes: None
+            flops[row] = [devices.step_flops(build, any_steps, num_classes, image_size)
                           for build, _ in stages_of(run)]
         plan.append(estimate(run, flops[row], rate * min(processes, gpus), processes))
         print_planned(run, plan[-1])
@@ -92,8 +111,8 @@ def print_plan(runs, num_classes, image_size, jobs, processes):
     at_once = max(1, min(jobs, gpus // processes))
     total, left = (sum(planned[key] for planned in plan) / at_once for key in ("hours", "hours_left"))
     threads = f" with {torch.get_num_threads()} threads" if config["device"] == "cpu" else ""
-    print(f"# {len(runs)} runs, {finished} of them finished: about {duration(total)} in total, "
-          f"{duration(left)} left\n"
+    total, left = progress.duration(3600 * total), progress.duration(3600 * left)
+    print(f"# {len(runs)} runs, {finished} of them finished: about {total} in total, {left} left\n"
           f"# Estimated from the FLOPs of all forward and backward passes, at {rate / 1e9:,.0f} GFLOP/s "
           f"(measured just now: {config['arch']}, {config['device']}{threads}).\n"
           "# Evaluations, augmentation, the optimiser and reading images take additional time.")
@@ -102,12 +121,16 @@ def print_plan(runs, num_classes, image_size, jobs, processes):
 
 def estimate(run, flops, rate, processes):
     """The command of a run, its steps, FLOPs and hours. flops: of a step of each stage; rate: FLOP/s."""
-    steps, done, finished = run["config"]["steps"], steps_done(run), is_finished(run)
+    steps, done, finished = steps_of(run), steps_done(run), is_finished(run)
+    hours = steps * sum(flops) / rate / 3600
     hours_left = sum(n * (steps - k) for n, k in zip(flops, done)) / rate / 3600
+    if run["config"]["minutes"]:
+        hours = run["config"]["minutes"] / 60
+        hours_left = hours * (1 - part_done(run))
     command = run["config"]["command"].replace("python", " ".join(["python", *launcher(processes)]), 1)
     return dict(command=f"{command} --out={shlex.quote(str(run['folder']))} --resume", finished=finished,
                 steps=len(flops) * steps, steps_done=sum(done), flops=steps * sum(flops),
-                hours=steps * sum(flops) / rate / 3600, hours_left=0 if finished else hours_left)
+                hours=hours, hours_left=0 if finished else hours_left)
 
 
 def print_planned(run, planned):
@@ -119,17 +142,11 @@ def print_planned(run, planned):
     if planned["finished"]:
         state = "finished"
     else:
-        state = f"about {duration(planned['hours'])}"
+        state = f"about {progress.duration(3600 * planned['hours'])}"
         state += f", {planned['steps_done']:,} steps done" if planned["steps_done"] else ""
-    print(f"# {name}, {config['labels'] or 'all'} labels, seed {config['seed']}: {planned['steps']:,} steps, "
-          f"{state}\n{planned['command']}", flush=True)
-
-
-def duration(hours):
-    """'1,234 hours', '12.3 hours' or '5.0 minutes'."""
-    if hours < 1:
-        return f"{60 * hours:.1f} minutes"
-    return f"{hours:,.0f} hours" if hours > 100 else f"{hours:.1f} hours"
+    steps = f"{planned['steps']:,} steps, " if planned["steps"] else ""
+    print(f"# {name}, {config['labels'] or 'all'} labels, seed {config['seed']}: {steps}{state}\n"
+          f"{planned['command']}", flush=True)
 
 
 # ---------------------------------------------------------------- the sweep
@@ -165,17 +182,17 @@ def sweep(runs, jobs, processes, device):
     waiting = collections.deque(run for run in runs if not is_finished(run))
     print(f"{len(runs)} runs, {len(runs) - len(waiting)} of them already finished", flush=True)
     running, failed = [], []
-    total = sum(len(stages_of(run)) * run["config"]["steps"] for run in runs)
-    done = {run["folder"]: sum(steps_done(run)) for run in runs}
-    with cli.stop_signals() as stop, tqdm(total=total, initial=sum(done.values()), unit="step", disable=None,
-                                          smoothing=0) as bar:
+    done = {run["folder"]: part_done(run) for run in runs}
+    shown = "{l_bar}{bar}| {n:.2f} of {total_fmt} runs [{elapsed}<{remaining}]"
+    with cli.stop_signals() as stop, tqdm(total=len(runs), initial=sum(done.values()), bar_format=shown,
+                                          disable=None, smoothing=0) as bar:
         try:
             while (running or waiting) and not stop:
                 while waiting and len(running) < jobs:
                     slot = min(set(range(jobs)) - {job["slot"] for job in running})
                     running.append(start_run(waiting.popleft(), slot, jobs, processes, device))
                 time.sleep(0.5)
-                done |= {job["run"]["folder"]: sum(steps_done(job["run"])) for job in running}
+                done |= {job["run"]["folder"]: part_done(job["run"]) for job in running}
                 for job in [job for job in running if job["process"].poll() is not None]:
                     running.remove(job)
                     line = last_line(job["output"])
@@ -183,8 +200,7 @@ def sweep(runs, jobs, processes, device):
                     if job["process"].returncode:
                         failed.append(f"{job['run']['folder']}: {line}")
                 bar.n = sum(done.values())
-                ended = len(runs) - len(waiting) - len(running)
-                bar.set_postfix_str(f"{ended} of {len(runs)} runs", refresh=True)
+                bar.refresh()
         finally:                                # whatever ends the sweep, its runs save and end as well
             for job in running:
                 job["process"].send_signal(signal.SIGTERM)

@@ -35,7 +35,8 @@ FLAGS = {
 } | cli.NETWORK_FLAGS | {
     "steps": (int, None, "training steps; for fine_tune, of each of the two stages (default: the preset's)"),
     "unlabeled": (int, None, "unlabelled images per step over all processes "
-                             "(default: as many as labelled ones; for fixmatch, seven times as many)"),
+                             "(default: 48 with --recipe fast; otherwise as many as labelled ones, "
+                             "for fixmatch seven times as many)"),
 } | cli.RUN_FLAGS
 
 if __name__ == "__main__":
@@ -50,14 +51,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+import augmentation
 import distributed
 import losses
+import minutes
 import models
 import presets
 import run_folder
 import settings
 import training
-from augmentation import blend, mixup_share, once_rotated_batch, rotated_batch, scale, strong_augment
+from augmentation import blend, mixup_share, scale, strong_augment
 from models import frozen_bn
 
 # BN: a forward pass updates the running statistics unless it is inside frozen_bn, which normalises with the
@@ -65,11 +68,6 @@ from models import frozen_bn
 # them, except in MixMatch (the first interleaved batch) and in S4L, rotation and FixMatch (one joint pass).
 
 MU = 7                                                          # FixMatch: unlabelled images per labelled one
-
-
-def ramp_up(step, ramp):
-    """The weight of an unlabelled term as a fraction of its final value: from 0 to 1 over `ramp` steps."""
-    return min(step / ramp, 1.0)
 
 
 def ramp_steps(method, steps):
@@ -98,21 +96,24 @@ def labeled_only(model, x_l, y_l, x_u, *, augment, **_):
 
 def rotation(model, x_l, y_l, x_u, *, augment, **_):
     """RotNet (Gidaris et al. 2018), the first stage of fine_tune: predict the rotation; ignores y_l."""
-    x, _, z = rotated_batch(x_l, y_l, x_u, augment)
+    x, _, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)
     return {"rotation": losses.class_loss(model(x)[2][:, 0], z)}
 
 
-def s4l(model, x_l, y_l, x_u, *, augment, gen, weight, class_copies="all", rotations="four", **_):
+def s4l(model, x_l, y_l, x_u, *, augment, gen, weight, class_copies="all", rotations="four",
+        labeled_copies="four", **_):
     """S4L (Zhai et al. 2019): class loss on labelled copies, rotation loss of one head for all classes.
 
     The rotation loss is the mean over all copies, which is the mean of the two means in S4L's code.
     """
-    copies = rotated_batch if rotations == "four" else partial(once_rotated_batch, gen=gen)
-    x, y, z = copies(x_l, y_l, x_u, augment)                    # (N, 3, H, W), (4B,), (N,)
+    if rotations == "one" and labeled_copies == "four":
+        labeled_copies = "one"
+    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment, gen, labeled_copies, rotations)
     class_logits, _, rot_logits = model(x)                      # (N, C), _, (N, 1, 4)
     n = len(y) if class_copies == "all" else len(x_l)           # the first copies are the upright ones
+    N = sum(augmentation.rotation_sets(len(x_l), len(x_u), labeled_copies, rotations))
     return {"class": losses.class_loss(class_logits[:n], y[:n]),
-            "rotation": weight * losses.class_loss(rot_logits[:, 0], z)}
+            "rotation": weight * losses.class_loss(rot_logits[-N:, 0], z[-N:])}
 
 
 # ---------------------------------------------------------------- consistency
@@ -125,7 +126,8 @@ def pi_model(model, x_l, y_l, x_u, *, augment, step, weight, ramp, **_):
         with torch.no_grad():
             target = logits_of(model, scale(augment(x_u))).softmax(-1)            # (B, C)
         p = logits_of(model, scale(augment(x_u))).softmax(-1)
-    terms["consistency"] = weight * ramp_up(step, ramp) * F.mse_loss(p, target)     # mean over classes too
+    # The mean is over the classes, too.
+    terms["consistency"] = weight * training.ramp_up(step, 0, ramp) * F.mse_loss(p, target)
     return terms
 
 
@@ -136,7 +138,7 @@ def mean_teacher(model, x_l, y_l, x_u, *, augment, step, ema, weight, ramp, **_)
         target = logits_of(ema, scale(augment(x_u))).softmax(-1)  # (B, C)
     with frozen_bn(model):
         p = logits_of(model, scale(augment(x_u))).softmax(-1)
-    terms["consistency"] = weight * ramp_up(step, ramp) * F.mse_loss(p, target)
+    terms["consistency"] = weight * training.ramp_up(step, 0, ramp) * F.mse_loss(p, target)
     return terms
 
 
@@ -149,7 +151,8 @@ def ict(model, x_l, y_l, x_u, *, augment, gen, step, ema, weight, ramp, beta, **
         q = logits_of(ema, x).softmax(-1)                         # (B, C)
     with frozen_bn(model):
         p = logits_of(model, blend(share, x, reversed_batch(x))).softmax(-1)
-    terms["consistency"] = weight * ramp_up(step, ramp) * F.mse_loss(p, blend(share, q, reversed_batch(q)))
+    target = blend(share, q, reversed_batch(q))
+    terms["consistency"] = weight * training.ramp_up(step, 0, ramp) * F.mse_loss(p, target)
     return terms
 
 
@@ -175,7 +178,7 @@ def vat(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, epsilon, entr
     with frozen_bn(model):
         logits = logits_of(model, x)                              # (B, C)
         divergence = kl(logits.detach(), logits_of(model, x + r))
-    terms["vat"] = weight * ramp_up(step, ramp) * divergence
+    terms["vat"] = weight * training.ramp_up(step, 0, ramp) * divergence
     terms["entropy"] = entropy_weight * losses.entropy(logits)         # no ramp
     return terms
 
@@ -213,7 +216,7 @@ def pseudo_label(model, x_l, y_l, x_u, *, augment, step, weight, ramp, threshold
         logits = logits_of(model, scale(augment(x_u)))            # (B, C)
     p, label = logits.detach().softmax(-1).max(-1)              # (B,)
     masked = F.cross_entropy(logits, label, reduction="none") * (p > threshold)
-    terms["pseudo"] = weight * ramp_up(step, ramp) * masked.mean()
+    terms["pseudo"] = weight * training.ramp_up(step, 0, ramp) * masked.mean()
     return terms
 
 
@@ -245,7 +248,7 @@ def mixmatch(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, beta, te
     logits = torch.cat(logits)[torch.cat(order).argsort()]      # back in order
     B = len(x_l)
     return {"class": losses.soft_cross_entropy(logits[:B], p[:B]),
-            "guess": weight * ramp_up(step, ramp) * F.mse_loss(logits[B:].softmax(-1), p[B:])}
+            "guess": weight * training.ramp_up(step, 0, ramp) * F.mse_loss(logits[B:].softmax(-1), p[B:])}
 
 
 def guess_labels(model, views, temperature):
@@ -309,6 +312,9 @@ def train(**flags):
     if config["pretrained"] and not in_stage_two:
         backbone = find_pretrained(config["pretrained"], f"--pretrained {config['pretrained']}", config)
     loaded = run_folder.load_data(config)
+    if not config["steps"]:
+        two_stages = config["base"] == "fine_tune" and not config["pretrained"]
+        minutes.set_steps(config, [build_stage_one, build] if two_stages else [build], loaded)
     net, objective, loop = build(config, len(loaded[-1]))
     if config["base"] == "fine_tune" and not in_stage_two:
         net.backbone.load_state_dict(backbone or stage_one(net, loaded, config))
@@ -321,13 +327,14 @@ def build(config, num_classes):
     torch.manual_seed(config["seed"])                           # the initial weights
     net = models.make_model(config["arch"], num_classes, int(method == "s4l"), aux=False,
                             bn_momentum=config["bn_momentum"])
-    constants = presets.of_baseline(method, config["dataset"])
+    constants = presets.of_baseline(method, config["dataset"], config["recipe"])
     own = {name: config[name] for name in constants if name not in ("lr", "weight_decay", "ema")}
-    own |= {name: config[name] for name in ("class_copies", "rotations") if method == "s4l"}
+    own |= {k: config[k] for k in ("class_copies", "rotations", "labeled_copies") if method == "s4l"}
     objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps), **own)
     schedule = training.cyclic if config["cycles"] else training.constant
+    sgd = dict(optimizer=partial(training.make_sgd, nesterov=True), schedule=training.cosine_7_16)
     loop = dict(
-        fixmatch=dict(optimizer=partial(training.make_sgd, nesterov=True), schedule=training.cosine_7_16),
+        fixmatch=sgd if config["recipe"] == "paper" else {},    # the fast recipe is alike for all methods
         swa=dict(average=partial(training.fast_swa, steps=steps), refresh_bn=training.recompute_bn,
                  schedule=schedule))
     return net, objective, loop.get(method, {}) | dict(unlabeled=unlabeled_of(config))
@@ -348,7 +355,7 @@ def configure(**flags):
         given = f"--method {method}: must" if method else "--method: needs a value; it must"
         raise cli.Refused(f"{given} be one of {', '.join(OBJECTIVES)}; CRAE and entropy minimisation "
                           "(--entmin) are in train_crae.py")
-    constants = presets.of_baseline(method, flags["dataset"])
+    constants = presets.of_baseline(method, flags["dataset"], flags["recipe"])
     if weight is not None and "weight" not in constants:
         raise cli.Refused(f"--weight {weight}: {method} has no unlabelled term")
     if weight is not None and not 0 <= weight < math.inf:

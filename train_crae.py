@@ -26,11 +26,18 @@ FLAGS = cli.DATASET_FLAGS | {
                        "(default: upright; with --heads 0: none)"),
     "rot_dim": (int, None, "dimension that features are reduced to before the rotation heads; 0: no "
                            "reduction (default: 0; 16 for imagenet)"),
+    "rotations": (("four", "one"), "four",
+                  "copies of an unlabelled image per step: all four rotations, or one random rotation; "
+                  "extension 1 needs four"),
+    "detach_rotated": (bool, False, "our addition: the class loss on rotated labelled copies trains the main "
+                                    "classifier, but not the features"),
 } | cli.NETWORK_FLAGS | {
-    "eta": (float, 1.0, "weight of each of the two rotation losses: the mean over the labelled copies "
-                        "and the mean over the unlabelled copies"),
+    "eta": (float, None, "weight of each of the two rotation losses: the mean over the labelled copies "
+                         "and the mean over the unlabelled copies (default: 1; 2 with --recipe fast)"),
     "eta2": (float, 1.0, "weight of the loss of extension 1, or of the entropy"),
     "temperature": (float, 0.5, "T of the sharpening in extension 1, in (0, 1]"),
+    "ext1_ramp": ([float], None, "two fractions of the run between which the weight of extension 1 grows "
+                                 "from 0 to eta2, for example 0.3,0.7; 0,0: no ramp (default: the recipe's)"),
 } | cli.RUN_FLAGS
 
 if __name__ == "__main__":
@@ -44,6 +51,7 @@ import torch
 import augmentation
 import distributed
 import losses
+import minutes
 import models
 import presets
 import run_folder
@@ -53,38 +61,40 @@ import training
 # ---------------------------------------------------------------- the method
 
 
-def crae(model, x_l, y_l, x_u, *, augment, gen, select, eta, aux, **_):
-    """Algorithm 1, Eq. 2."""
-    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)        # Alg. 1, line 2
-    class_logits, aux_logits, rot_logits = model(x)             # (N, C), (N, C), (N, K, 4)
-    terms = class_terms(class_logits, aux_logits, y, len(x_l), aux)     # Alg. 1, line 3
-    return terms | rotation_terms(class_logits, rot_logits, y, z, select, eta, gen)     # Alg. 1, lines 4, 5
+def crae(model, x_l, y_l, x_u, *, augment, gen, select, eta, aux, copies=("four", "four"), detach=False, **_):
+    """Algorithm 1, Eq. 2. copies: of a labelled and of an unlabelled image, as in rotated_batch."""
+    B, sizes = len(x_l), augmentation.rotation_sets(len(x_l), len(x_u), *copies)
+    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment, gen, *copies)          # Alg. 1, line 2
+    class_logits, aux_logits, rot_logits = model(x, (B, len(y)) if detach else None)
+    terms = class_terms(class_logits, aux_logits, y, B, aux)    # Alg. 1, line 3; then lines 4, 5
+    return terms | rotation_terms(class_logits, rot_logits, y, z, sizes, select, eta, gen)
 
 
-def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperature, aux, ext1=True,
-              ext2=True, entmin=False, **_):
+def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperature, aux, step=0,
+              copies=("four", "four"), detach=False, ramp=(0, 0), ext1=True, ext2=True, entmin=False, **_):
     """Algorithm 2, Eq. 4. Each extension can be left out; entropy minimisation can replace extension 1.
 
     BN is not specified in the paper. Only the unmixed pass updates the running statistics; the mixed pass
     uses the statistics of its own batch and updates nothing.
     """
-    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment)        # Alg. 2, line 2
-    class_logits, aux_logits, rot_logits = model(x)             # (N, C), (N, C), (N, K, 4)
-    terms = class_terms(class_logits, aux_logits, y, len(x_l), aux)     # Alg. 2, line 3
-    logits_u = class_logits[len(y):]                            # (4B, C)
+    B, sizes = len(x_l), augmentation.rotation_sets(len(x_l), len(x_u), *copies)
+    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment, gen, *copies)          # Alg. 2, line 2
+    class_logits, aux_logits, rot_logits = model(x, (B, len(y)) if detach else None)
+    terms = class_terms(class_logits, aux_logits, y, B, aux)    # Alg. 2, line 3
+    logits_u = class_logits[len(y):]                            # (4U, C)
+    weight = eta2 * training.ramp_up(step, *ramp)               # the paper has no ramp
     if ext1:
-        p_bar = losses.wide(logits_u).softmax(-1).unflatten(0, (4, -1)).mean(0)         # 4 copies: (B, C)
+        p_bar = losses.wide(logits_u).softmax(-1).unflatten(0, (4, -1)).mean(0)         # 4 copies: (U, C)
         # Alg. 2, line 4: Eq. 3. The paper does not specify a gradient of the target; we detach it.
         p_hat = losses.sharpen(p_bar, temperature).detach()
-        terms["ext1"] = eta2 * losses.soft_cross_entropy(logits_u, p_hat.repeat(4, 1))  # Alg. 2, line 5
+        terms["ext1"] = weight * losses.soft_cross_entropy(logits_u, p_hat.repeat(4, 1))        # line 5
     if entmin:
-        terms["entropy"] = eta2 * losses.entropy(logits_u)      # all four copies, as in extension 1
+        terms["entropy"] = weight * losses.entropy(logits_u)    # all copies, as in extension 1
     if ext2:
-        sizes = [len(x_l)] * 4 + [len(x_u)] * 4
-        x_mix = augmentation.mix(x, sizes, gen)                 # Alg. 2, line 6
+        x_mix = augmentation.mix(x[-sum(sizes):], sizes, gen)   # Alg. 2, line 6
         with models.frozen_bn(model):
             _, _, rot_logits = model(x_mix)                     # p(z|x_mix, y); p(y|x) is the unmixed image's
-    return terms | rotation_terms(class_logits, rot_logits, y, z, select, eta, gen)     # Alg. 2, lines 7, 8
+    return terms | rotation_terms(class_logits, rot_logits, y, z, sizes, select, eta, gen)      # lines 7, 8
 
 
 def class_terms(class_logits, aux_logits, y, upright, aux):
@@ -101,8 +111,10 @@ def class_terms(class_logits, aux_logits, y, upright, aux):
     return terms
 
 
-def rotation_terms(class_logits, rot_logits, y, z, select, eta, gen):
+def rotation_terms(class_logits, rot_logits, y, z, sizes, select, eta, gen):
     """L_ce(p(z|x), z): the mean over labelled copies (the first ones) and the mean over unlabelled copies.
+
+    Only the last sum(sizes) copies count, see augmentation.rotation_sets.
 
     select is what chooses the rotation head. marginal: p(y|x), Eq. 1. The other values are the ensemble
     baselines of the ablation. detach: the same without a gradient into p(y|x); random: one random head per
@@ -110,11 +122,12 @@ def rotation_terms(class_logits, rot_logits, y, z, select, eta, gen):
     """
     if rot_logits is None:
         return {}
-    n, (N, K, _) = len(y), rot_logits.shape
+    N, K = sum(sizes), rot_logits.shape[1]
+    y = y[len(z) - N:]
+    class_logits, rot_logits, z, n = class_logits[-N:], rot_logits[-N:], z[-N:], len(y)
     if select == "independent":
         labeled, unlabeled = losses.independent_rotation_loss(rot_logits, z).tensor_split([n])
     elif select == "random":
-        sizes = [n // 4] * 4 + [(N - n) // 4] * 4               # four rotations of each set
         k = distributed.randint(0, K, N, gen=gen, device=z.device, sizes=sizes)
         labeled, unlabeled = losses.labeled_rotation_loss(rot_logits, k, z).tensor_split([n])   # of head k
     else:
@@ -140,6 +153,8 @@ def train(**flags):
     if row:
         return row
     loaded = run_folder.load_data(config)
+    if not config["steps"]:
+        minutes.set_steps(config, [build], loaded)
     net, objective, loop = build(config, len(loaded[-1]))
     return training.fit(net, objective, loaded, config, **loop)
 
@@ -155,9 +170,12 @@ def build(config, num_classes):
     net = models.make_model(config["arch"], num_classes, K, config["rot_dim"], config["aux"] != "none",
                             config["bn_momentum"])
     extended = config["ext1"] or config["ext2"] or config["entmin"]
-    constants = ["select", "eta", "aux"]
-    constants += ["eta2", "temperature", "ext1", "ext2", "entmin"] if extended else []
-    objective = partial(crae_plus if extended else crae, **{name: config[name] for name in constants})
+    constants = {name: config[name] for name in ("select", "eta", "aux")}
+    constants |= dict(copies=(config["labeled_copies"], config["rotations"]), detach=config["detach_rotated"])
+    if extended:
+        constants |= {name: config[name] for name in ("eta2", "temperature", "ext1", "ext2", "entmin")}
+        constants["ramp"] = [part * config["steps"] for part in config["ext1_ramp"] or (0, 0)]
+    objective = partial(crae_plus if extended else crae, **constants)
     p_z = losses.log_p_z if select in ("marginal", "detach") else mean_p_z
     # Without rotation branches, CRAE sees no unlabelled image.
     unlabeled = (config["unlabeled"] or config["batch"]) if K or extended else 0
@@ -170,7 +188,7 @@ def configure(**flags):
     ext1, ext2, heads = flags["plus"] or flags["ext1"], flags["plus"] or flags["ext2"], flags["heads"]
     for name, remedy in dict(eta="--heads 0 trains without rotation branches",
                              eta2="without --plus, --ext1 and --entmin it is not used").items():
-        if not 0 < flags[name] < math.inf:
+        if flags[name] is not None and not 0 < flags[name] < math.inf:
             raise cli.Refused(f"--{name} {flags[name]}: must be greater than 0 and finite; {remedy}")
     if not 0 < flags["temperature"] <= 1:
         raise cli.Refused(f"--temperature {flags['temperature']}: must be in (0, 1]")
@@ -187,9 +205,19 @@ def configure(**flags):
     if heads == 0 and flags["unlabeled"] and not (ext1 or flags["entmin"]):
         raise cli.Refused(f"--unlabeled {flags['unlabeled']}: without --ext1 or --entmin, --heads 0 uses no "
                           "unlabelled images; omit the flag")
+    if flags["rotations"] == "one" and (ext1 or heads == 0):
+        raise cli.Refused("--rotations one: extension 1 averages four rotations, and --heads 0 predicts "
+                          "none; omit the flag")
+    ramp = flags["ext1_ramp"]
+    if ramp and not (len(ramp) == 2 and 0 <= ramp[0] <= ramp[1] <= 1):
+        raise cli.Refused(f"--ext1_ramp {','.join(map(str, ramp))}: must be two fractions of the run, "
+                          "for example 0.3,0.7")
+    if heads == 0 and flags["detach_rotated"]:
+        raise cli.Refused("--detach_rotated: --heads 0 tests the main classifier; omit one of the two flags")
     aux = flags["aux"] or ("none" if heads == 0 else "upright")
     method = method_name(ext1, ext2, flags["entmin"], flags["select"], heads, aux)
-    named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux"          # by method_name
+    method += "_detach_rotated" if flags["detach_rotated"] else ""
+    named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux", "detach_rotated"        # its name
     config = settings.resolve(flags, FLAGS, __file__, method, named)
     return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=presets.DEFINITION)
 

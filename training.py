@@ -17,16 +17,17 @@ from types import SimpleNamespace
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
-from tqdm import tqdm
 
 import augmentation
 import cli
+import contact_sheet
 import data
 import devices
 import distributed
 import losses
 import metrics
 import models
+import progress
 import run_folder
 import settings
 
@@ -40,50 +41,34 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     loaded                              images, labels, split and classes, from run_folder.load_data
     p_z(class_logits, rot_logits)       log p(z|x), for the logged rotation accuracy
     optimizer(net, lr, weight_decay)    makes a torch optimiser (default: config["optimizer"])
-    schedule(progress)                  learning rate as a fraction of config["lr"], for progress from 0 to 1
-                                        (default: warmup and decay_at of the config)
-    average(averages, weights, step)    updates the averaged weights (default: EMA with decay config["ema"])
+    schedule(fraction)                  learning rate relative to config["lr"] after that fraction of the run
+                                        (default: schedule_of the config)
+    average(averages, weights, step)    updates the averaged weights (default: average_of the config)
     refresh_bn(ema, net, batches)       sets ema's BN statistics before an evaluation (default: copy)
     unlabeled                           unlabelled images per step, over all processes
     """
-    schedule = schedule or partial(steps_down, warmup=config["warmup"], decay_at=config["decay_at"])
-    average = average or get_ema_multi_avg_fn(config["ema"] or 0.0)             # 0: the weights themselves
-    steps, seed, parts = config["steps"], config["seed"], config["accumulate"]
-    autocast = devices.autocast(config["device"], config["precision"])
-    rank, world = distributed.rank(), distributed.world()
+    steps = config["steps"]
     distributed.wait_for_all()                                  # until every process has checked the folder
     with run_folder.hold(config["out"]):
-        state = start(net, objective, loaded, config, p_z, optimizer, refresh_bn, unlabeled)
-        with cli.stop_signals() as stop, progress_bar(state, steps) as bar:
+        state = start(net, objective, loaded, config, p_z=p_z, optimizer=optimizer, schedule=schedule,
+                      average=average, refresh_bn=refresh_bn, unlabeled=unlabeled)
+        with cli.stop_signals() as stop, progress.show(state.run, config) as shown:
             for step in range(state.run["step"], steps):
-                for group in state.optimizer.param_groups:
-                    group["lr"] = config["lr"] * schedule(step / steps)
-                state.optimizer.zero_grad()
-                for part in range(parts):
-                    x_l, y_l, x_u = next(state.batches)
-                    state.gen.manual_seed(distributed.seed_of(seed, "training", step))
-                    share = distributed.share_of_batch(rank, world, part, parts)
-                    with share, distributed.sync_gradients(state.model, when=part == parts - 1):
-                        with autocast():
-                            terms = objective(state.model, x_l, y_l, x_u, augment=state.augment,
-                                              gen=state.gen, step=step, ema=state.ema)
-                        (sum(terms.values()) / parts).backward()
-                    add_losses(state, terms, step, parts)
-                state.optimizer.step()
-                average(state.averages, state.weights, step)
-                distributed.average_bn(state.net)
+                take_step(state, config, step)
                 state.run["step"] = step + 1
-                bar.update()
+                progress.after_step(shown)
+                if step == 0:
+                    contact_sheet.write(loaded, config)
 
                 stopped, due = distributed.agree(stop[0] if stop else 0, save_is_due(state, config))
                 if (step + 1) % (config["epoch"] * config["eval_epochs"]) == 0 or step + 1 == steps:
-                    log_row(state, config, bar)
+                    log_row(state, config, shown)
                     save(state, config)
                 elif due or stopped:
                     save(state, config)
                 if stopped and step + 1 < steps:
                     raise cli.Stopped(int(stopped), how_to_continue(state, config))
-            bar.close()
+            shown.bar.close()
             row = finish(state, config)
             stopped, = distributed.agree(stop[0] if stop else 0)
             if stopped:                                         # finished, but another stage may follow
@@ -92,20 +77,55 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     return row
 
 
-def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, unlabeled):
-    """Returns everything that changes during a run, on the device, as the checkpoint left it."""
-    images, labels, split, classes = loaded
-    out, device = Path(config["out"]), torch.device(config["device"])
-    if os.path.exists(out / "config.json"):                     # of this run, or of one started meanwhile
+def take_step(state, config, step):
+    """One training step: the batch, in one or several parts, the optimiser and the averaged weights."""
+    parts, rank, world = config["accumulate"], distributed.rank(), distributed.world()
+    for group in state.optimizer.param_groups:
+        group["lr"] = config["lr"] * state.schedule(step / config["steps"])
+    state.optimizer.zero_grad()
+    for part in range(parts):
+        x_l, y_l, x_u = next(state.batches)
+        state.gen.manual_seed(distributed.seed_of(config["seed"], "training", step))
+        share = distributed.share_of_batch(rank, world, part, parts)
+        with share, distributed.sync_gradients(state.model, when=part == parts - 1):
+            with state.autocast():
+                terms = state.objective(state.model, x_l, y_l, x_u, augment=state.augment, gen=state.gen,
+                                        step=step, ema=state.ema)
+            (sum(terms.values()) / parts).backward()
+        add_losses(state, terms, step, parts)
+    state.optimizer.step()
+    state.average(state.averages, state.weights, step)
+    distributed.average_bn(state.net)
+
+
+def start(net, objective, loaded, config, **loop):
+    """Returns the state of a run as its checkpoint left it, and writes what belongs to the start of a run."""
+    images, _, split, classes = loaded
+    if os.path.exists(Path(config["out"], "config.json")):      # of this run, or of one started meanwhile
         run_folder.refuse_other_flags(config)
     resolved = resolved_values(net, images, split, classes)
-    print_config(config, resolved)
+    progress.print_config(config, resolved)
+    state = make_state(net, objective, loaded, config, **loop)
+    resume(state, config, split, resolved)
+    run_folder.write_split_csv(Path(config["out"]), *loaded)
+    make_ready(state, config)
+    return state
+
+
+def make_state(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, schedule=None,
+               average=None, refresh_bn=None, unlabeled):
+    """Returns everything that changes during a run, on the device, before the first step."""
+    images, labels, split, classes = loaded
+    device = torch.device(config["device"])
     in_memory = isinstance(images, torch.Tensor)
     images, labels = images.to(device) if in_memory else images, labels.to(device)
     index = {part: torch.as_tensor(i, device=device if in_memory else "cpu") for part, i in split.items()}
-    index["sample"] = metrics.sample_of_unlabeled(labels, index["unlabeled"], config["seed"])
+    index |= metrics.samples(labels, index, config["seed"], config["quick_eval"])
 
     net = net.to(device, memory_format=torch.channels_last).train()
+    if hasattr(net.backbone, "patch_weight"):                   # other networks read no images here
+        x, _ = next(iter(data.test_batches(images, index["sample"], WHITEN_IMAGES, device)))
+        models.whiten(net, augmentation.scale(x))
     gen = torch.Generator(device)
     augment = partial(augmentation.flip_and_crop, flip=config["flip"], gen=gen)
     augment = augment if config["crop"] == "pad" else unchanged         # "resized" augments as it reads files
@@ -113,25 +133,31 @@ def start(net, objective, loaded, config, p_z, optimizer, refresh_bn, unlabeled)
                            gen=gen)
     net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net) if config["sync_bn"] else net
     ema = copy.deepcopy(net).requires_grad_(False)
-    make_optimizer = optimizer or dict(adam=make_adam, sgd=make_sgd)[config["optimizer"]]
-    state = SimpleNamespace(
+    make_optimizer = optimizer or dict(adam=partial(make_adam, beta2=config["beta2"]),
+                                       sgd=make_sgd)[config["optimizer"]]
+    return SimpleNamespace(
         net=net, ema=ema, weights=list(net.parameters()), averages=list(ema.parameters()), gen=gen,
-        augment=augment, optimizer=make_optimizer(net, config["lr"], config["weight_decay"]),
+        objective=objective, augment=augment, autocast=devices.autocast(device, config["precision"]),
+        optimizer=make_optimizer(net, config["lr"], config["weight_decay"]),
+        schedule=schedule or schedule_of(config), average=average or average_of(config),
         refresh_bn=refresh_bn or copy_bn, images=images, labels=labels, index=index, classes=classes, p_z=p_z,
-        per_step=config["batch"] + unlabeled,
+        unlabeled=unlabeled, per_step=config["batch"] + unlabeled,
         # terms: the losses, summed since the row at row_step.
         # bad: the first step at which a term was not finite, or 0.
         run=dict(step=0, row_step=0, rows=0, seconds=0.0, terms={}, bad={}))
-    resume(state, config, split, resolved)
+
+
+def make_ready(state, config):
+    """The model to call and the batches, from the step of the state on."""
     if config["compile"]:
-        net.compile()
-    state.model = distributed.parallel(net)
+        state.net.compile()
+    state.model = distributed.parallel(state.net)
     state.batches = data.training_batches(
-        images, labels, index, config["batch"], unlabeled, range(state.run["step"], config["steps"]),
-        config["seed"], distributed.rank(), distributed.world(), config["accumulate"])
+        state.images, state.labels, state.index, config["batch"], state.unlabeled,
+        range(state.run["step"], config["steps"]), config["seed"], distributed.rank(), distributed.world(),
+        config["accumulate"])
     state.tick = state.saved_at = time.perf_counter()           # times of the last row and checkpoint
     state.tick_step = state.run["step"]
-    return state
 
 
 def resume(state, config, split, resolved):
@@ -159,6 +185,14 @@ def resume(state, config, split, resolved):
     run_folder.keep_rows(out / "diversity.csv", step)
 
 
+def resolved_values(net, images, split, classes):
+    """The values that follow from the data and the network, for config.json."""
+    return dict(num_classes=len(classes), image_size=images.shape[-1],
+                images={k: len(i) for k, i in split.items()},
+                rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
+                parameters=sum(p.numel() for p in net.parameters()))
+
+
 def identity(config):
     """What tells the checkpoints of different runs apart."""
     return {name: config[name] for name in ("method", "dataset", "seed", "data")}
@@ -178,7 +212,7 @@ def add_losses(state, terms, step, parts):
         bad[name] = torch.where((first == 0) & ~term.isfinite(), step + 1, first)
 
 
-def log_row(state, config, bar):
+def log_row(state, config, shown):
     """Evaluate, and append one row to log.csv and one matrix to diversity.csv."""
     run, step, device = state.run, state.run["step"], state.labels.device
     world, steps_of_row = distributed.world(), step - state.run["row_step"]
@@ -186,13 +220,15 @@ def log_row(state, config, bar):
     means = {f"loss_{k}": v / world / steps_of_row for k, v in zip(run["terms"], sums)}
     passed = time.perf_counter() - state.tick                   # reading the sums waited for the device
     check_finite(state, config)
+    watch = progress.start_evaluation(shown)
     sample, limit = state.index["sample"], metrics.eval_batch(state.images)
     size = math.ceil(len(sample) / math.ceil(len(sample) / limit))              # batches of nearly equal size
-    batches = data.test_batches(state.images, sample, size, device)
+    batches = watch("BN statistics", data.test_batches(state.images, sample, size, device), len(sample))
     state.refresh_bn(state.ema, state.net, (augmentation.scale(state.augment(x)) for x, _ in batches))
     distributed.average_bn(state.ema)
+    quick = config["quick_eval"] and step < config["steps"]
     scores, matrix = metrics.measure(state.net, state.ema, state.images, state.labels, state.index,
-                                     len(state.classes), state.p_z)
+                                     len(state.classes), state.p_z, quick, watch)
     row = dict(step=step, epoch=step / config["epoch"], seconds=run["seconds"] + passed,
                images_per_second=state.per_step * (step - state.tick_step) / passed,
                lr=state.optimizer.param_groups[0]["lr"], **means, **scores)
@@ -203,8 +239,7 @@ def log_row(state, config, bar):
     run_folder.append_rows(Path(config["out"], "diversity.csv"), rows_of_matrix)
     run.update(row_step=step, rows=len(state.rows), seconds=run["seconds"] + passed, terms={})
     state.tick, state.tick_step = time.perf_counter(), step
-    if distributed.rank() == 0:
-        bar.write(progress_line(state.rows[-1], config["steps"]))
+    progress.after_evaluation(shown, state.rows[-1])
 
 
 def save_is_due(state, config):
@@ -251,7 +286,8 @@ def finish(state, config):
 
     out = Path(config["out"])
     info = {name: config[name] for name in ("method", "dataset", "seed", "arch", "crop")}
-    info |= dict(image_size=state.images.shape[-1], scaling="x * 2 / 255 - 1", classes=state.classes)
+    info |= dict(image_size=state.images.shape[-1], scaling="x * 2 / 255 - 1", classes=state.classes,
+                 levels=config.get("levels", {}))               # black and white of images with over 8 bits
     saved = info | dict(state=models.classifier_state(state.ema))
     run_folder.write_whole(out / "curve.png", lambda tmp: plots.plot_curve(state.rows, tmp, out.name))
     run_folder.write_whole(out / "model.pt", lambda tmp: run_folder.save_tensors(saved, tmp))
@@ -260,6 +296,8 @@ def finish(state, config):
 
 # ---------------------------------------------------------------- optimisers, schedules, averages
 
+WHITEN_IMAGES = 1000                    # for FastNet's first layer; we chose this number: 500,000 patches
+
 
 def kernels_decay(net, weight_decay):
     """Weight decay on conv and dense kernels only, not on biases or BN. MixMatch, S4L, FixMatch."""
@@ -267,9 +305,9 @@ def kernels_decay(net, weight_decay):
             dict(params=[p for p in net.parameters() if p.ndim <= 1], weight_decay=0.0)]
 
 
-def make_adam(net, lr, weight_decay):
+def make_adam(net, lr, weight_decay, beta2=0.999):
     """Adam with decoupled weight decay. MixMatch."""
-    return torch.optim.AdamW(kernels_decay(net, weight_decay), lr=lr, betas=(0.9, 0.999), fused=True)
+    return torch.optim.AdamW(kernels_decay(net, weight_decay), lr=lr, betas=(0.9, beta2), fused=True)
 
 
 def make_sgd(net, lr, weight_decay, nesterov=False):
@@ -277,30 +315,60 @@ def make_sgd(net, lr, weight_decay, nesterov=False):
     return torch.optim.SGD(kernels_decay(net, weight_decay), lr=lr, momentum=0.9, nesterov=nesterov)
 
 
-def steps_down(progress, warmup, decay_at):
+def steps_down(fraction, warmup, decay_at):
     """Linear warm-up from 0, then division by 10 at each fraction of the run in `decay_at`. S4L."""
-    return min(1.0, progress / warmup if warmup else 1.0) * 0.1 ** sum(progress >= at for at in decay_at)
+    return min(1.0, fraction / warmup if warmup else 1.0) * 0.1 ** sum(fraction >= at for at in decay_at)
 
 
-def constant(progress):
+def triangle(fraction, warmup):
+    """From 0.2 up to 1 over the first part of the run, then linearly to zero at its end. airbench."""
+    if fraction < warmup:
+        return 0.2 + 0.8 * fraction / warmup
+    return (1 - fraction) / (1 - warmup)
+
+
+def schedule_of(config):
+    if config["schedule"] == "triangle":
+        return partial(triangle, warmup=config["warmup"])
+    return partial(steps_down, warmup=config["warmup"], decay_at=config["decay_at"])
+
+
+def ramp_up(step, start, end):
+    """The weight of a term as a fraction of its final value: 0 until step `start`, 1 from step `end` on."""
+    return 1.0 if step >= end else max(0.0, (step - start) / (end - start))
+
+
+def constant(fraction):
     return 1.0
 
 
-def cosine_7_16(progress):
+def cosine_7_16(fraction):
     """FixMatch: cos(7 pi t / 16 T)."""
-    return math.cos(7 * math.pi * progress / 16)
+    return math.cos(7 * math.pi * fraction / 16)
+
+
+def average_of(config):
+    if config["ema_horizon"]:
+        return partial(warm_ema, horizon=config["ema_horizon"] * config["steps"])
+    return get_ema_multi_avg_fn(config["ema"] or 0.0)           # 0: the weights themselves
+
+
+def warm_ema(averages, weights, step, horizon):
+    """EMA over about `horizon` steps. It grows from few steps, so that the initial weights leave it soon."""
+    decay = min(1 - 1 / max(1.0, horizon), (1 + step) / (10 + step))            # TensorFlow's num_updates
+    torch._foreach_lerp_(averages, weights, 1 - decay)
 
 
 # fast-SWA: epochs as fractions of its run of 480.
 SWA_START, SWA_CYCLE, SWA_EVERY, SWA_RAMPDOWN = 150 / 480, 30 / 480, 3 / 480, 210 / 480
 
 
-def cyclic(progress):
+def cyclic(fraction):
     """fast-SWA (Athiwaratkun et al. 2019): cosine ramp-down until averaging starts, then cycles."""
     first_end = SWA_START + SWA_CYCLE                           # the first cycle belongs to the ramp-down
-    if progress >= first_end:
-        progress = SWA_START + (progress - first_end) % SWA_CYCLE
-    return 0.5 * (1 + math.cos(math.pi * progress / SWA_RAMPDOWN))
+    if fraction >= first_end:
+        fraction = SWA_START + (fraction - first_end) % SWA_CYCLE
+    return 0.5 * (1 + math.cos(math.pi * fraction / SWA_RAMPDOWN))
 
 
 def fast_swa(averages, weights, step, steps):
@@ -320,47 +388,3 @@ def copy_bn(ema, net, batches):
     """The averaged model uses the BN statistics of the live model. MixMatch."""
     for averaged, live in zip(ema.buffers(), net.buffers()):
         averaged.copy_(live)
-
-
-# ---------------------------------------------------------------- what the user sees
-
-
-def resolved_values(net, images, split, classes):
-    """The values that follow from the data and the network, for config.json."""
-    return dict(num_classes=len(classes), image_size=images.shape[-1],
-                images={k: len(i) for k, i in split.items()},
-                rotation_heads=net.rotation.out_features // 4 if net.rotation else 0,
-                parameters=sum(p.numel() for p in net.parameters()))
-
-
-def print_config(config, resolved):
-    for name, value in config.items():
-        print(f"{name:>14}  {value}")
-    print(f"{'images':>14}  " + ", ".join(f"{n:,} {part}" for part, n in resolved["images"].items()))
-    world = distributed.world()
-    if world > 1:
-        print(f"{'processes':>14}  {world}, each with {config['batch'] // world} labelled images of a batch")
-    print(f"{'network':>14}  {resolved['parameters']:,} parameters, "
-          f"{resolved['rotation_heads']} rotation heads, {resolved['num_classes']} classes, "
-          f"{resolved['image_size']} pixels")
-    every = config["epoch"] * config["eval_epochs"]
-    print(f"training; one line here and one row in {config['out']}/log.csv every {every} steps", flush=True)
-    steps, bn_left = config["steps"], (1 - config["bn_momentum"]) ** config["steps"]
-    weights_left = (config["ema"] or 0) ** steps
-    if config["ema"] and max(bn_left, weights_left) > 0.05:     # we chose 5 %: the tested model suffers
-        print(f"note: {steps} steps are few for this preset: {bn_left:.0%} of the initial BN statistics and "
-              f"{weights_left:.0%} of the initial weights remain in the tested model, so expect a high error")
-
-
-def progress_bar(state, steps):
-    return tqdm(total=steps, initial=state.run["step"], unit="step", disable=distributed.hide_bar())
-
-
-def progress_line(row, steps):
-    cells = [f"step {row['step']}/{steps}"]
-    for name, words in dict(test_error="test error", test_top5_error="top-5",
-                            unlabeled_error="unlabelled error",
-                            rotation_accuracy="rotation accuracy").items():
-        if row.get(name):
-            cells.append(f"{words} {float(row[name]):.2f} %")
-    return "   ".join([*cells, f"{float(row['images_per_second']):,.0f} images/s"])

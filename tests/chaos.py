@@ -1,6 +1,7 @@
 """Kill runs at random moments, resume them until they are finished, and compare them with undisturbed runs.
 
-    python tests/chaos.py --kills 100           CRAE+, MixMatch and fine-tune, about a second per kill
+    python tests/chaos.py --kills 100           CRAE+, MixMatch and fine-tune, and CRAE+ with the fast recipe,
+                                                about a second per kill
 
 Here, runs write a checkpoint after almost every step, so that many kills hit a checkpoint being written. They
 are forked from one process that has already imported torch, so that they spend no time on imports. Most kills
@@ -15,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import cli
 
-METHODS = "CRAE+", "MixMatch", "fine-tune"
+METHODS = "CRAE+", "MixMatch", "fine-tune", "fast"
 FLAGS = {
     "kills": (int, 100, "number of kills, divided among the methods"),
     "seed": (int, 0, "seed for the times and signals of the kills"),
@@ -43,7 +44,8 @@ import train_crae
 SAVING = dict(helpers.QUICK, steps=45, resume=True, save_minutes=1e-5)
 RUNS = {"CRAE+": (train_crae.train, dict(plus=True)),
         "MixMatch": (train_baselines.train, dict(method="mixmatch")),
-        "fine-tune": (train_baselines.train, dict(method="fine_tune"))}
+        "fine-tune": (train_baselines.train, dict(method="fine_tune")),
+        "fast": (train_crae.train, dict(plus=True, recipe="fast", arch="fast-4-8-8", unlabeled=4))}
 
 
 def start(train, flags, out):
@@ -60,7 +62,7 @@ def start(train, flags, out):
         torch.set_num_threads(1)
         # tqdm's own lock is shared with processes that may have been killed while they held it.
         tqdm.set_lock(threading.RLock())
-        train(**SAVING, **flags, out=str(out))
+        train(**SAVING | flags, out=str(out))
         code = 0
     except cli.Refused as error:
         print(error, file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 
+import plots
 import presets
 import train_crae
 from helpers import QUICK
@@ -25,3 +26,16 @@ def hooked(monkeypatch):
     monkeypatch.setattr(train_crae, "crae", objective)
     monkeypatch.setitem(presets.digits, "epoch", 4)
     return hooks, partial(train_crae.train, steps=10, save_minutes=1e-9, **QUICK)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure by the name of its file, to check what is plotted in it."""
+    kept, real = {}, plots.save_figure
+
+    def save_figure(figure, path, **options):
+        kept[path.name] = figure
+        real(figure, path, **options)
+
+    monkeypatch.setattr(plots, "save_figure", save_figure)
+    return kept

@@ -1,5 +1,6 @@
 """What several test files share: a tiny model, flags for short runs, calls of scripts, and comparisons."""
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ from torch import nn
 
 import cli
 import data
+import run_folder
 
 HERE = Path(__file__).parent.parent                             # the repository
-QUICK = dict(batch=4, arch="wrn-10-0.25", device="cpu")         # the smallest network, for a few steps
+# The smallest network, for a few steps of the paper's recipe; tests/test_recipe.py has runs of the fast one.
+QUICK = dict(recipe="paper", batch=4, arch="wrn-10-0.25", device="cpu")
 FOUR_STEPS = dict(QUICK, steps=4)
 
 
@@ -52,7 +55,7 @@ class Linear(nn.Module):
         self.R = nn.Linear(3 * S * S, 4 * K)
         self.y.weight.data *= sureness                          # above 1, some predictions are confident
 
-    def forward(self, x):
+    def forward(self, x, detach=None):
         x = x.flatten(1)
         return self.y(x), self.aux(x) if self.aux else None, self.R(x).unflatten(1, (-1, 4))
 
@@ -131,6 +134,8 @@ def everything_in(folder):
         elif path.name in ("last.pt", "model.pt"):
             found[name] = torch.load(path, weights_only=True)
             found[name].get("run", {}).pop("seconds", None)
+        elif path.name == "data.png":
+            found[name] = torch.as_tensor(np.array(Image.open(path)))
         elif path.name == "curve.png":
             found[name] = path.exists()
     return found
@@ -162,3 +167,34 @@ def save_few_digits(path):
     x, y = images[few].permute(0, 2, 3, 1).numpy(), labels[few].numpy()
     np.savez(path, train_images=x, train_labels=y, test_images=x, test_labels=y, unlabeled_images=x)
     return str(path)
+
+
+def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed=(),
+             rot_dim=None, finished=True, heads=3, diversity=True, name=None, tested=200):
+    """Write the files of a run that report.py reads, with one evaluation per error. Returns its folder."""
+    changed = dict(changed)
+    others = "_".join(map(str, [*changed.values(), rot_dim]))
+    path = folder / (name or f"{dataset}_{labels}_{method}_{seed}_{others}")
+    path.mkdir(parents=True)
+    steps = 20 * len(errors) if finished else 20 * len(errors) + 20
+    config = dict(method=method, dataset=dataset, labels=labels, seed=seed, steps=steps, epoch=20,
+                  rot_dim=rot_dim, changed=changed | (dict(rot_dim=rot_dim) if rot_dim else {}),
+                  resolved=dict(rotation_heads=heads, num_classes=3, parameters=1000 + (rot_dim or 0),
+                                images=dict(labeled=50, test=tested)))
+    (path / "config.json").write_text(json.dumps(config))
+    rows = [dict(step=20 * (i + 1), epoch=i + 1, seconds=30.0 * (i + 1), test_error=e, unlabeled_error=e + 1,
+                 rotation_accuracy=50) for i, e in enumerate(errors)]
+    run_folder.write_rows(path / "log.csv", rows, "w")
+    if diversity:
+        shares = [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]]      # one row per class
+        for i in range(len(errors)):
+            matrix = [{"step": 20 * (i + 1), "class": name}
+                      | {f"head_{j}": share / (1 + i) for j, share in enumerate(row)}
+                      for name, row in zip(("cat", "dog", "$x$"), shares)]
+            run_folder.write_rows(path / "diversity.csv", matrix, "a")
+    return path
+
+
+def change_config(run, **values):
+    path = run / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))

@@ -31,7 +31,7 @@ def set_bn_to_evaluation_mode(net):
             m.eval().train = lambda mode=True: None             # and keep it there
 
 
-def plain_sgd(net, lr, weight_decay):
+def plain_sgd(net, lr, weight_decay, beta2):
     return torch.optim.SGD(net.parameters(), lr)
 
 

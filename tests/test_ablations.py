@@ -13,6 +13,7 @@ import pytest
 import ablations
 import cli
 import helpers
+import metrics
 import presets
 import report
 import run_folder
@@ -40,9 +41,10 @@ def write_finished_run(folder, config):
     """The files of a finished run: an error of 10 % plus the seed, and a matrix with 0.55 on the diagonal."""
     folder.mkdir(parents=True)
     steps, classes = config["steps"], 2 if "npz" in config["dataset"] else 10
-    resolved = dict(rotation_heads=config.get("heads") or classes, num_classes=10, parameters=1)
+    resolved = dict(rotation_heads=config.get("heads") or classes, num_classes=10, parameters=1,
+                    images=dict(test=500))
     (folder / "config.json").write_text(json.dumps(config | dict(resolved=resolved)))
-    row = dict(step=steps, test_error=10.0 + config["seed"], unlabeled_error=9.0)
+    row = dict(step=steps, seconds=60.0, test_error=10.0 + config["seed"], unlabeled_error=9.0)
     run_folder.write_rows(folder / "log.csv", [row], "w")
     matrix = [{"step": steps, "class": c} | {f"head_{j}": 0.55 if j == c else 0.05 for j in range(10)}
               for c in range(10)]
@@ -55,7 +57,7 @@ def write_finished_run(folder, config):
     "state_of_the_art": ["labeled_only", "pi_model", "pseudo_label", "mixup", "vat", "mean_teacher",
                          "mixmatch", "ict", "swa", "fixmatch", "crae", "crae_plus"],
     "components": ["crae", "crae_ext1", "crae_plus", "no_rotation", "no_rotation_ext1", "crae_ext2",
-                   "crae_entmin", "crae_ext2_entmin"],
+                   "crae_entmin", "crae_ext2_entmin", "crae_detach_rotated"],
     "ensemble": ["crae", "random", "independent", "detach", "crae_plus", "s4l", "s4l_one_rotation"],
     "aux_classifier": ["crae", "crae_aux_all", "crae_no_aux", "crae_plus", "crae_plus_aux_all",
                        "crae_plus_no_aux"],
@@ -112,10 +114,25 @@ def test_what_a_killed_run_leaves_does_not_stop_a_sweep_but_other_files_do(fake,
         ablations.ablate("diversity", out="/proc/runs")
 
 
+def test_the_comparison_ends_with_an_honest_sentence(fake, monkeypatch, capsys):
+    rows = ablations.ablate("compare", labels=[50], seeds=[0, 1])
+    assert {row["method"] for row in rows} == {"Labeled-only", "S4L, class loss on upright copies", "CRAE",
+                                               "CRAE+", "MixMatch"}
+    assert all(row["error"] == "10.50 ± 0.71 (2)" and row["minutes"] == "1.0" for row in rows)
+    printed = capsys.readouterr().out
+    assert "has the lowest error, but its 95 % interval overlaps with that of" in printed
+    low, high = (sum(metrics.wilson(wrong, 500)[k] for wrong in (50, 55)) / 2 for k in (0, 1))
+    assert (float(rows[0]["low"]), float(rows[0]["high"])) == pytest.approx((low, high), abs=0.01)
+    apart = [dict(method="A", low="1", high="2"), dict(method="B", low="2.1", high="3")]
+    assert ablations.verdict(apart, 50).startswith("With 50 labels, A has the lowest error, and its")
+    apart[1]["low"] = "2"
+    assert "overlaps with that of B:" in ablations.verdict(apart, 50)
+
+
 def test_tables_share_their_runs(fake):
     for table in ablations.ROWS:
         ablations.ablate(table)
-    assert len(fake) == len(set(fake)) == 6 + 10 + 6 + 4 + 4 + 2
+    assert len(fake) == len(set(fake)) == 6 + 10 + 7 + 4 + 4 + 2
 
 
 @pytest.mark.parametrize("dataset, methods", {
@@ -137,7 +154,8 @@ def test_rotation_dim_goes_down_from_the_number_of_features_and_counts_costs(fak
     reduced = [64 * d + 40 * d + 40 for d in (64, 32, 16, 8, 4)]
     assert [r["head_parameters"] for r in rows] == [64 * 40 + 40, *reduced]
     assert all(float(r["head_microseconds"]) > 0 for r in rows)
-    memory = 4 * (4 * (104 * 4 + 40) + 2 * 256 * 44) / 1024
+    copies = 2 * 64 + 4 * 48                                    # of the fast recipe
+    memory = 4 * (4 * (104 * 4 + 40) + 2 * copies * 44) / 1024
     assert float(rows[-1]["head_kilobytes"]) == pytest.approx(memory, abs=1)
     assert Path("runs/_ablations/rotation_dim_digits_arch-wrn-10-1_50.png").stat().st_size > 5000
     assert ablations.dims_of("resnet50v2")[1:9] == [2048, 1024, 512, 256, 128, 64, 32, 16]
@@ -164,7 +182,7 @@ def test_a_real_sweep_is_not_repeated_and_the_report_shows_it(tmp_path):
     done = helpers.run_script("ablations.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "2 runs, 0 of them already finished" in done.stdout
-    runs = [tmp_path / "runs" / f"digits_50_{method}_0_archwrn-10-0.25_steps4_batch4"
+    runs = [tmp_path / "runs" / f"digits_50_{method}_0_recipepaper_archwrn-10-0.25_steps4_batch4"
             for method in ("crae", "crae_plus")]
     times = [(run / "model.pt").stat().st_mtime_ns for run in runs]
     again = helpers.run_script("ablations.py", *words, cwd=tmp_path)
@@ -183,7 +201,7 @@ def test_a_stopped_sweep_is_continued(processes, tmp_path):
     words = "diversity", "--steps=400", *helpers.words_of(**helpers.QUICK, processes=processes), "--labels=50"
     process = subprocess.Popen([sys.executable, helpers.HERE / "ablations.py", *words], cwd=tmp_path,
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    log = tmp_path / "runs" / "digits_50_crae_0_archwrn-10-0.25_steps400_batch4" / "log.csv"
+    log = tmp_path / "runs" / "digits_50_crae_0_recipepaper_archwrn-10-0.25_steps400_batch4" / "log.csv"
     while not log.exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
@@ -229,8 +247,10 @@ def test_folders_of_other_experiments_and_of_running_sweeps_are_refused(tmp_path
     "rotation_dim --arch vgg": "--arch", "heads --plus": "--plus", "heads more": "more",
     "heads --out file": "--out", "heads --processes 0": "--processes",
     "heads --processes 2 --jobs 2": "need 4 GPUs, but there are 0",
-    "heads --processes 3": "--processes 3: a batch of 32 cannot be divided equally",
-    "heads --processes 2 --accumulate 32": "give a --batch divisible by 64",
+    "heads --processes 3": "--processes 3: a batch of 64 cannot be divided equally",
+    "heads --processes 2 --accumulate 16 --batch 48": "give a --batch divisible by 32",
+    "heads --processes 32": "--processes 32: the recipe's 48 unlabelled images per step cannot be divided",
+    "heads --accumulate 32": "--unlabeled 48: cannot be divided",
     "heads --processes 2 --device cuda:0": "--device cuda:0",
     "heads --dry_run --dataset nothing": "--dataset", "heads --dry_run --labels x": "--labels",
     "heads --dry_run --accumulate 3": "--accumulate 3",
@@ -270,7 +290,7 @@ def test_a_dry_run_needs_no_data_and_leaves_nothing(tmp_path, monkeypatch):
     for dataset in presets.NAMED:
         ablations.ablate("components", dataset=dataset, dry_run=True)
     shapes = [(num_classes, image_size) for _, num_classes, image_size, _, _ in asked]
-    assert shapes == [(10, 8), (10, 32), (100, 32), (10, 32), (10, 32), (10, 28), (1000, 224)]
+    assert shapes == [(10, 16), (10, 32), (100, 32), (10, 32), (10, 32), (10, 20), (1000, 224)]
     ablations.ablate("heads", dataset="svhn", image_size=16, jobs=3, dry_run=True)
     assert asked[-1][1:] == (10, 16, 3, 1)
     assert [run["config"]["method"] for run in asked[-1][0]] == ["independent_2", "independent",
@@ -291,7 +311,7 @@ def test_a_dry_run_reads_own_data(tmp_path, monkeypatch):
 
 def test_the_named_datasets_have_the_known_classes_and_sizes():
     config = sweeps.plan_run(dict(dataset="digits"), "runs")["config"]
-    assert ablations.known_shape(config) == ablations.check_splits("heads", [config]) == (10, 8)
+    assert ablations.known_shape(config) == ablations.check_splits("heads", [config]) == (10, 16)
     assert presets.NUM_CLASSES.keys() == presets.IMAGE_SIZE.keys() == presets.NAMED.keys()
 
 

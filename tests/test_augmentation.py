@@ -265,7 +265,9 @@ def test_one_rotation_per_image():
     for i, image in enumerate(augmentation.rotate1(x, z)):
         assert torch.equal(image, torch.rot90(x[i], i % 4, (1, 2)))
     x_l, y_l, x_u = x[:5], torch.arange(5), x[5:]
-    batch, y, z = augmentation.once_rotated_batch(x_l, y_l, x_u, lambda x: x, generator(3))
-    assert torch.equal(y, y_l) and torch.equal(z, torch.randint(0, 4, (12,), generator=generator(3)))
+    batch, y, z = augmentation.rotated_batch(x_l, y_l, x_u, lambda x: x, generator(3), "one", "one")
+    gen = generator(3)
+    expected = [torch.randint(0, 4, (n,), generator=gen) for n in (5, 7)]
+    assert torch.equal(y, y_l) and torch.equal(z, torch.cat(expected))
     for i, image in enumerate(batch):
         assert torch.equal(image, augmentation.scale(torch.rot90(x[i], z[i].item(), (1, 2))))

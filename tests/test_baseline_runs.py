@@ -88,7 +88,8 @@ def test_stage_one_weights_for_other_runs(tmp_path, monkeypatch, capsys):
     tb.train(**quick, out="first")
     capsys.readouterr()
     tb.train(**quick, labels=50, pretrained="./first/")
-    folder = tmp_path / "runs" / "digits_50_fine_tune_0_pretrainedfirst_archwrn-10-0.25_steps2_batch4"
+    changed = "recipepaper_pretrainedfirst_archwrn-10-0.25_steps2_batch4"
+    folder = tmp_path / "runs" / f"digits_50_fine_tune_0_{changed}"
     assert (folder / "model.pt").exists()
     assert "note" not in capsys.readouterr().out.replace("note: 2 steps", "")
     tb.train(**quick, labels=50, pretrained="first", seed=1, out="second")
@@ -134,7 +135,7 @@ def test_constants_are_those_of_the_protocol():
             ("cifar100", (20, 0.02), 1, 0.75, (50, 0.2), (1000, 0.75), (150, 0.75)),
             ("svhn", (5, 0.2), 2, 0.25, (150, 0.02), (20, 0.5), (250, 0.75)),
             ("svhn_extra", (5, 0.2), 2, 0.25, (180, 0.02), (20, 0.5), (250, 0.25))):
-        table = {method: presets.of_baseline(method, dataset) for method in presets.BASELINES}
+        table = {method: presets.of_baseline(method, dataset, "paper") for method in presets.BASELINES}
         for method in "pi_model", "swa":
             assert of(table, method, "weight", "weight_decay") == pi
         assert of(table, "pseudo_label", "weight", "threshold") == (pl, 0.95)
@@ -172,7 +173,7 @@ def test_a_run_has_the_values_of_its_method_and_dataset(dataset, method, expecte
         raise cli.Refused("enough")
 
     monkeypatch.setattr(run_folder, "load_data", keep)
-    flags = dict(method=method, dataset=dataset, out=str(tmp_path / "run"), device="cpu")
+    flags = dict(method=method, dataset=dataset, recipe="paper", out=str(tmp_path / "run"), device="cpu")
     with pytest.raises(cli.Refused, match="enough"):
         tb.train(**flags)
     assert {k: kept[k] for k in expected} == expected
@@ -187,7 +188,7 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
         net=net, objective=objective, config=config, loop=loop))
     flags = dict(arch="wrn-16-1", steps=10, batch=3, lr=0.05, weight_decay=0.6, flip=True, labels=20,
                  image_size=16, seed=4, weight=0.7)
-    common = dict(device="cpu", out=str(tmp_path / "run"))
+    common = dict(recipe="paper", device="cpu", out=str(tmp_path / "run"))
     tb.train(method="ict", **flags, **common)
     assert kept["objective"].func is tb.ict
     assert kept["objective"].keywords == dict(weight=0.7, beta=0.75, ramp=4)
@@ -198,12 +199,13 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     assert torch.equal(net.classifier.weight, kept["net"].classifier.weight)
     tb.train(method="s4l", **common)
     assert kept["net"].rotation.out_features == 4 and kept["net"].backbone.bn.momentum == 0.1
-    assert kept["objective"].keywords == dict(weight=1, class_copies="all", rotations="four", ramp=320)
+    assert kept["objective"].keywords == dict(
+        weight=1, class_copies="all", rotations="four", labeled_copies="four", ramp=320)
     for variant, name in [(dict(class_copies="upright"), "s4l_upright"), (dict(weight=2.0), "s4l_weight2"),
                           (dict(rotations="one"), "s4l_one_rotation"), (dict(weight=1.0), "s4l"),
                           (dict(class_copies="upright", weight=0.5), "s4l_upright_weight0.5")]:
         tb.train(method="s4l", **variant, **common)
-        assert kept["config"]["method"] == name and not kept["config"]["changed"]
+        assert kept["config"]["method"] == name and kept["config"]["changed"] == dict(recipe="paper")
         assert variant.items() <= kept["objective"].keywords.items()
     tb.train(method="vat", **common)
     assert kept["objective"].keywords == dict(weight=0.3, epsilon=6, entropy_weight=0.06, ramp=320)
@@ -232,15 +234,16 @@ def test_twenty_images_can_be_overfitted(method, few, tmp_path, monkeypatch):
     monkeypatch.setitem(presets.own_npz, "epoch", 50)           # the losses are means over the last 50 steps
     monkeypatch.setattr(tb, "MU", 2)
     lr = None if method == "fixmatch" else 0.005
-    row = tb.train(method=method, dataset=few, arch="wrn-10-1", steps=200, batch=20, lr=lr, device="cpu",
-                   out=str(tmp_path / "run"))
+    row = tb.train(method=method, dataset=few, recipe="paper", arch="wrn-10-1", steps=200, batch=20, lr=lr,
+                   device="cpu", out=str(tmp_path / "run"))
     assert row["test_error"] <= 5, row                          # rounding may flip one image; chance is 90
     # Mixed labels have entropy, and the weight of ICT is 1000.
     assert row["loss_class"] < (1.2 if method in ("mixup", "mixmatch", "ict") else 0.3)
     assert row["unlabeled_error"] is None and row["val_error"] is None
 
 
-FILES = {".lock", "config.json", "split.npz", "log.csv", "curve.png", "last.pt", "model.pt"}
+FILES = {".lock", "config.json", "split.npz", "split.csv", "data.png", "log.csv", "curve.png", "last.pt",
+         "model.pt"}
 
 
 @pytest.mark.slow
@@ -249,7 +252,7 @@ def test_every_method_as_a_subprocess(method, tmp_path):
     words = helpers.words_of(method=method, **helpers.QUICK, steps=6)
     done = helpers.run_script("train_baselines.py", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    folder = tmp_path / "runs" / f"digits_100_{method}_0_archwrn-10-0.25_steps6_batch4"
+    folder = tmp_path / "runs" / f"digits_100_{method}_0_recipepaper_archwrn-10-0.25_steps6_batch4"
     assert done.stdout.strip().splitlines()[-1].startswith(f"runs/{folder.name}: test error ")
     assert {p.name for p in folder.iterdir()} == FILES | ({"pretrain"} if method == "fine_tune" else set())
     header, row = (line.split(",") for line in (folder / "log.csv").read_text().splitlines())
@@ -296,7 +299,7 @@ def test_a_stopped_run_continues_to_the_same_bits(method, tmp_path, monkeypatch,
         assert torch.load(folder / "last.pt", weights_only=True)["run"]["step"] == at.get(stage, 3) + 1
     tb.train(**flags, out=str(tmp_path / "stopped"))
     whole, stopped = helpers.everything_in(tmp_path / "whole"), helpers.everything_in(tmp_path / "stopped")
-    assert len(step_of) == len(stages) and len(whole) == 5 * len(stages) and helpers.same(whole, stopped)
+    assert len(step_of) == len(stages) and len(whole) == 7 * len(stages) and helpers.same(whole, stopped)
     tb.train(**flags | dict(seed=1), out=str(tmp_path / "other"))
     other = helpers.everything_in(tmp_path / "other")
     assert not any(helpers.same(whole[name], other[name]) for name in whole if "curve.png" not in name)

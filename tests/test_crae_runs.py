@@ -20,8 +20,9 @@ from models import make_model
 from train_crae import crae, crae_plus
 
 WORDS = helpers.words_of(**helpers.FOUR_STEPS)
-CHANGED = "archwrn-10-0.25_steps4_batch4"
-FILES = {".lock", "config.json", "split.npz", "log.csv", "curve.png", "last.pt", "model.pt"}
+CHANGED = "recipepaper_archwrn-10-0.25_steps4_batch4"
+FILES = {".lock", "config.json", "split.npz", "split.csv", "data.png", "log.csv", "curve.png", "last.pt",
+         "model.pt"}
 NAMES = {
     "": "crae", "--plus": "crae_plus", "--ext1": "crae_ext1", "--ext2": "crae_ext2",
     "--select detach": "detach", "--select random": "random",
@@ -53,14 +54,14 @@ def test_the_script_from_start_to_end(tmp_path):
     done = run()
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / f"digits_100_crae_plus_0_{CHANGED}_lr0.001"
-    result = r"test error \d+\.\d\d % \(median of the last evaluation\), \d+\.\d\d % at the end$"
+    result = r"test error \d+\.\d\d % \(95 % interval \d+\.\d\d to \d+\.\d\d %\)$"
     assert re.search(result, done.stdout.strip())
     assert "100 labeled, 1,067 unlabeled, 130 validation, 500 test" in done.stdout
     config = json.loads((folder / "config.json").read_text())
     assert config["lr"] == 0.001 and config["weight_decay"] == 0.02
     assert config["versions"]["torch"] == torch.__version__
     script = os.path.relpath(helpers.HERE / "train_crae.py", tmp_path)          # from where it was started
-    flags = "--plus --arch=wrn-10-0.25 --steps=4 --batch=4 --lr=0.001 --device=cpu"
+    flags = "--recipe=paper --plus --arch=wrn-10-0.25 --steps=4 --batch=4 --lr=0.001 --device=cpu"
     assert config["command"] == f"python {script} {flags}"
     assert config["labels"] == 100 and "git_commit" in config and config["ext1"] and config["ext2"]
     assert config["resolved"]["rotation_heads"] == 10 and config["resolved"]["image_size"] == 8
@@ -82,10 +83,12 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
         net=net, objective=objective, config=config, **loop))
     flags = dict(select="random", heads=7, ext1=True, aux=False, rot_dim=5, arch="wrn-16-1", eta=0.3,
                  eta2=0.4, temperature=0.9, steps=9, batch=3, lr=0.05, weight_decay=0.6, flip=True, labels=20,
-                 image_size=16, seed=4)
-    train_crae.train(**flags, device="cpu", out=str(tmp_path / "run"))
+                 image_size=16, seed=4, rotations="four", ext1_ramp=[0.2, 0.5])
+    paper = partial(train_crae.train, recipe="paper", device="cpu", out=str(tmp_path / "run"))
+    paper(**flags)
     assert kept["objective"].func is crae_plus and kept["objective"].keywords == dict(
-        select="random", eta=0.3, aux="none", eta2=0.4, temperature=0.9, ext1=True, ext2=False, entmin=False)
+        select="random", eta=0.3, aux="none", eta2=0.4, temperature=0.9, ext1=True, ext2=False, entmin=False,
+        copies=("four", "four"), detach=False, ramp=[0.2 * 9, 0.5 * 9])
     assert {k: kept["config"][k] for k in flags} == flags | dict(aux="none")
     assert kept["p_z"] is train_crae.mean_p_z and kept["unlabeled"] == 3
     net = kept["net"]
@@ -93,16 +96,17 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     assert len(net.backbone.blocks) == 6 and net.backbone.bn.momentum == 0.1    # the preset's
     torch.manual_seed(4)                                        # the seed determines the initial weights
     assert torch.equal(net.classifier.weight, make_model("wrn-16-1", 10, 7, 5, aux=False).classifier.weight)
-    train_crae.train(eta=0.3, device="cpu", out=str(tmp_path / "run"))
+    paper(eta=0.3, rotations="one", detach_rotated=True)
     assert kept["objective"].func is crae
-    assert kept["objective"].keywords == dict(select="marginal", eta=0.3, aux="upright")
+    assert kept["objective"].keywords == dict(
+        select="marginal", eta=0.3, aux="upright", copies=("four", "one"), detach=True)
     assert kept["p_z"] is losses.log_p_z and kept["net"].aux is not None
-    train_crae.train(unlabeled=11, device="cpu", out=str(tmp_path / "run"))
+    paper(unlabeled=11)
     assert kept["unlabeled"] == 11
-    train_crae.train(heads=0, device="cpu", out=str(tmp_path / "run"))
+    paper(heads=0)
     assert kept["unlabeled"] == 0
     for value, aux in {True: "upright", False: "none", "all": "all"}.items():
-        train_crae.train(aux=value, device="cpu", out=str(tmp_path / "run"))
+        paper(aux=value)
         assert kept["objective"].keywords["aux"] == aux and (kept["net"].aux is None) == (aux == "none")
 
 
@@ -167,6 +171,14 @@ BAD = {                                                         # flags: what th
     "--aux maybe": "upright, all, none", "--aux=1": "--aux", "--noaux=3": "--noaux",
     "--heads 0 --aux all": "--aux", "--heads 0 --aux": "--aux", "--entmin --plus": "--entmin",
     "--entmin --ext1": "--entmin", "--rot_dim -1": "--rot_dim",
+    "--rotations one --ext1": "--rotations one", "--rotations one --plus": "--rotations one",
+    "--rotations one --heads 0": "--rotations one", "--rotations two": "--rotations",
+    "--ext1_ramp 0.3": "--ext1_ramp 0.3: must be two", "--ext1_ramp 0.7,0.3": "--ext1_ramp 0.7,0.3",
+    "--ext1_ramp 0.5,1.5": "--ext1_ramp", "--ext1_ramp 0.1,0.2,0.3": "--ext1_ramp",
+    "--detach_rotated --heads 0": "--detach_rotated", "--recipe slow": "fast, paper",
+    "--recipe fast --dataset imagenet": "--recipe fast", "--minutes 5 --steps 7": "--minutes 5: --steps 7",
+    "--minutes 0": "--minutes", "--minutes -1": "--minutes", "--minutes inf": "--minutes",
+    "--minutes nan": "--minutes", "--image_size 7": "8 pixels or more",
     "--seed -1": "--seed", "--image_size 4": "--image_size", "--plus - --seed 1": "lone",
     "--noplus=3": "--noplus", "--flip 1": "--flip", "--out train_crae.py": "--out",
     "--resume --out folder": "--out", "--out": "--out: needs", "--noout": "--noout",

@@ -28,6 +28,7 @@ from processes import ten_steps
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
+FAST = dict(recipe="fast", arch="fast-4-8-8", precision="fp32", unlabeled=12)
 IMAGES = dict(dataset="IMAGES", labels="50%", image_size=16, workers=1, lr=0.005)       # IMAGES: see `job`
 JOBS = [
     dict(), dict(plus=True), dict(select="random"),
@@ -36,6 +37,8 @@ JOBS = [
     dict(method="fine_tune", steps=4), dict(accumulate=2), dict(method="fixmatch", accumulate=2),
     dict(plus=True, unlabeled=12), dict(select="random", unlabeled=4), dict(method="mixmatch", unlabeled=4),
     dict(method="mixup", unlabeled=12), dict(unlabeled=12, accumulate=2),
+    FAST, dict(FAST, plus=True), dict(FAST, rotations="one", accumulate=2), dict(FAST, method="s4l"),
+    dict(FAST, method="mixmatch"), dict(FAST, method="fine_tune", steps=4),
     dict(**IMAGES, stream=True), dict(**IMAGES, crop="resized", flip=True),
 ]
 NAMES = ["-".join(map(str, job.values())) or "crae" for job in JOBS]
@@ -203,7 +206,7 @@ def test_an_error_in_one_process_is_reported_by_all(tmp_path, broken, message):
 # ---------------------------------------------------------------- stops
 
 
-WORDS = ["--plus", "--arch=wrn-10-0.25", "--steps=60", "--batch=8", "--device=cpu"]
+WORDS = ["--recipe=paper", "--plus", "--arch=wrn-10-0.25", "--steps=60", "--batch=8", "--device=cpu"]
 
 
 def start(folder, *more, restarts=0):
@@ -252,7 +255,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step_and_resume_gives_the_same
     os.kill(process_of_rank(parent, 1), signal.SIGTERM)
     _, errors = parent.communicate(timeout=100)
     assert parent.returncode and errors.count("stopped after step") == 1, errors
-    assert "to continue: torchrun --nproc_per_node=2 train_crae.py --plus" in errors
+    assert "to continue: torchrun --nproc_per_node=2 train_crae.py --recipe=paper --plus" in errors
     assert helpers.same(helpers.everything_in(resumed(tmp_path / "run")), undisturbed)
 
 

@@ -1,4 +1,4 @@
-"""Scores against loops, predictions for good and bad files, exported programs, and the method's figure."""
+"""The commands of evaluate.py: files and scores of a test, bad files in predict, and the method's figure."""
 import csv
 import json
 import os
@@ -14,8 +14,10 @@ import data
 import evaluate
 import folders
 import helpers
+import metrics
 import models
 import plots
+import predictions
 import train_baselines
 import train_crae
 
@@ -24,7 +26,7 @@ import train_crae
 def run(tmp_path_factory):
     """A short run that has learnt something."""
     folder = tmp_path_factory.mktemp("runs") / "run"
-    train_crae.train(steps=60, batch=16, arch="wrn-10-1", out=str(folder), device="cpu")
+    train_crae.train(recipe="paper", steps=60, batch=16, arch="wrn-10-1", out=str(folder), device="cpu")
     return folder
 
 
@@ -61,9 +63,12 @@ def test_the_test_error_is_that_of_the_log_and_the_files_agree_with_it(run, caps
     for c, row in enumerate(read_csv(run / "evaluation" / "classes.csv")):
         error = 100 * (1 - matrix[c, c] / matrix[c].sum())
         assert float(row["error"]) == pytest.approx(error, abs=0.01) and int(row["images"]) == matrix[c].sum()
+        assert float(row["recall"]) == pytest.approx(100 - error, abs=0.01) and float(row["auc"]) > 0.5
     assert json.loads((run / "evaluation" / "scores.json").read_text()) == scores
     assert np.asarray(Image.open(run / "evaluation" / "confusion.png").convert("L")).std() > 10
-    assert f"test error {scores['error']:.2f} %" in capsys.readouterr().out
+    low, high = metrics.wilson(round(5 * scores["error"]), 500)
+    line = f"test error {scores['error']:.2f} % (95 % interval {low:.2f} to {high:.2f} %, 500 images)"
+    assert line in capsys.readouterr().out
 
 
 def test_a_dataset_that_has_changed_is_refused(run, tmp_path):
@@ -79,35 +84,6 @@ def test_a_folder_for_results_that_cannot_be_created_is_refused(run, tmp_path):
     for what in "test", "explain":
         with pytest.raises(SystemExit, match=r"RUN .*: evaluation/ cannot be created in it \(File exists\)"):
             call(what, copied)
-
-
-def test_scores_against_a_loop():
-    gen = torch.Generator().manual_seed(0)
-    p = (3 * torch.randn(200, 12, generator=gen)).softmax(1)
-    y = torch.randint(12, (200,), generator=gen)
-    unsure = p.max(1).values < 0.5
-    y[unsure] = p[unsure].argmax(1)                             # unsure, and right
-    scores = evaluate.score(p, y)
-    wrong = top5 = 0
-    bins = [[] for _ in range(15)]
-    for i in range(200):
-        order = sorted(range(12), key=lambda c: -p[i, c].item())
-        wrong += order[0] != y[i]
-        top5 += y[i].item() not in order[:5]
-        confidence = p[i, order[0]].item()
-        for b in range(15):
-            if b / 15 < confidence <= (b + 1) / 15:
-                bins[b].append((confidence, order[0] == y[i]))
-    # Confidence is too low in some bins and too high in others.
-    assert any(np.mean([r for _, r in b]) > np.mean([c for c, _ in b]) for b in bins if b)
-    ece = sum(len(b) / 200 * abs(np.mean([r for _, r in b]) - np.mean([c for c, _ in b])) for b in bins if b)
-    assert sum(map(len, bins)) == 200
-    assert scores["error"] == pytest.approx(100 * int(wrong) / 200)
-    assert scores["top5_error"] == pytest.approx(100 * top5 / 200)
-    assert scores["ece"] == pytest.approx(100 * ece, rel=1e-4) and scores["ece"] > 1
-    assert "top5_error" not in evaluate.score(p[:, :10], y % 10)
-    matrix = evaluate.confusion_matrix(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 2]), 3)
-    assert matrix.tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 0]]
 
 
 # ---------------------------------------------------------------- predict
@@ -176,31 +152,8 @@ def test_a_run_from_disk_is_tested_and_predicts_with_its_own_crop(tmp_path):
     x = torch.as_tensor(folders.decode(file, 32, "resized").copy()).permute(2, 0, 1)[None]
     assert not np.array_equal(folders.decode(file, 32, "resized"), folders.decode(file, 32))
     answer = read_csv(tmp_path / "p.csv")[0]
-    p = evaluate.probabilities(net, x, "cpu")
+    p = predictions.probabilities(net, x, "cpu")
     assert float(answer["probability"]) == pytest.approx(p.max().item(), abs=1e-5)
-
-
-# ---------------------------------------------------------------- export
-
-
-def test_the_exported_program_agrees_with_the_model(run, capsys):
-    call("export", run)
-    extra = {"classes.json": ""}
-    program = torch.export.load(run / "model.pt2", extra_files=extra).module()
-    assert json.loads(extra["classes.json"]) == [str(i) for i in range(10)]
-    images, *_ = data.load("digits", "nowhere")
-    net, _ = evaluate.load_model(run)
-    with torch.no_grad():
-        for n in 1, 3, 100:
-            expected = net(augmentation.scale(images[:n]))[0]
-            torch.testing.assert_close(program(images[:n]), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_an_exported_program_that_differs_is_removed(run, monkeypatch):
-    monkeypatch.setattr(evaluate.Classifier, "forward", lambda self, x: self.net(x.float() / 255)[0])
-    with pytest.raises(SystemExit, match="the exported program differs from the model by .*; it was removed"):
-        call("export", run)
-    assert not (run / "model.pt2").exists()
 
 
 # ---------------------------------------------------------------- explain
@@ -347,7 +300,7 @@ def test_bad_input_gives_a_one_line_error(run, tmp_path, monkeypatch):
     (tmp_path / "noconfig").mkdir()
     (tmp_path / "noconfig" / "model.pt").write_bytes((run / "model.pt").read_bytes())
     for words, message in {
-        ("best", run): "test, predict, export, explain",
+        ("best", run): "test, predict, embed, export, explain",
         (): "WHAT is missing, one of test",
         ("test",): "RUN is missing",
         ("test", "nowhere"): "no such run",
@@ -357,6 +310,15 @@ def test_bad_input_gives_a_one_line_error(run, tmp_path, monkeypatch):
         ("test", run, "x.png"): "takes no images",
         ("explain", run, "x.png"): "takes no images",
         ("test", run, "--batch", "0"): "--batch",
+        ("export", run, "--other", "x"): "--other x: is for test only; omit it",
+        ("explain", run, "--top", "3"): "--top 3: is for test and predict only",
+        ("test", run, "--force"): "--force True: is for predict and embed only",
+        ("test", run, "--top", "11"): "--top 11: must be from 1 to 10, the number of classes",
+        ("test", run, "--top", "0"): "--top 0: must be from 1 to 10",
+        ("test", run, "--other", "nowhere"): "--other nowhere: no such file or folder",
+        ("predict", run, "damaged", "--out", "x.txt"): "--out x.txt: must end in .csv",
+        ("embed", run, "damaged", "--out", "x.csv"): "--out x.csv: must end in .npz",
+        ("embed", run, "nowhere"): "IMAGES nowhere: no such file or folder",
         ("test", run, "--speed", "9"): "--speed",
         ("test", run, "--image", "3"): "--image 3: is for explain only",
         ("explain", run, "--image", "first"): "--image first: must be a whole number",
@@ -365,7 +327,8 @@ def test_bad_input_gives_a_one_line_error(run, tmp_path, monkeypatch):
         ("explain", run, "--out", "nowhere/x.png"): "--out nowhere: x.png cannot be written",
         ("test", "noconfig"): "config.json",
         ("explain", "noconfig"): "config.json",
-        ("predict", run, "damaged", "--out", "empty"): "--out",
+        ("predict", run, "damaged", "--out", "nowhere/x.csv"): "--out nowhere/x.csv: cannot be written",
+        ("embed", run, "damaged", "--out", "nowhere/x.npz"): "--out nowhere: x.npz cannot be written",
     }.items():
         with pytest.raises(SystemExit) as stop:
             call(*words)
@@ -374,7 +337,7 @@ def test_bad_input_gives_a_one_line_error(run, tmp_path, monkeypatch):
 
 def test_a_first_stage_is_refused(tmp_path):
     train_baselines.train(method="fine_tune", steps=1, out=str(tmp_path / "run"), **helpers.QUICK)
-    for what in "test", "predict", "export", "explain":
+    for what in "test", "predict", "embed", "export", "explain":
         images = [str(tmp_path)] if what == "predict" else []
         with pytest.raises(cli.Refused, match="is the first stage of fine_tune"):
             evaluate.use_model(what, str(tmp_path / "run" / "pretrain"), *images, device="cpu")

@@ -1,6 +1,8 @@
 """Image folders and ImageNet are listed, checked and read, with the same bits in memory and from disk."""
 import fcntl
 import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -10,7 +12,9 @@ from PIL import Image
 import cli
 import data
 import devices
+import evaluate
 import folders
+import predictions
 import presets
 import run_folder
 import train_baselines
@@ -121,6 +125,110 @@ def test_labels_from_a_list_of_files(tmp_path):
     assert row["step"] == 1 and np.load(tmp_path / "run" / "split.npz")["labeled"].tolist() == [1, 9]
     with pytest.raises(cli.Refused, match="omit one"):
         train_crae.train(dataset=root, labels_file=str(listed), labels=4)
+
+
+# ---------------------------------------------------------------- images with more than 8 bits
+
+
+def make_deep_folder(root, grey, kind=np.uint16, end="png"):
+    """root/{train,test}/{a,b}/<i> with images `grey` (10, 24, 24) as files with more than 8 bits."""
+    for part in "train", "test":
+        for name in "ab":
+            (root / part / name).mkdir(parents=True)
+            for i, pixels in enumerate(grey):
+                Image.fromarray(pixels.astype(kind)).save(root / part / name / f"{i}.{end}")
+    return str(root)
+
+
+def twelve_bits():
+    """Images with grey values from 100 to 4000, of different brightness, and two defective pixels."""
+    grey = np.linspace(100, 4000, 24 * 24).reshape(24, 24)
+    grey = np.stack([grey * (0.5 + 0.05 * i) for i in range(10)])
+    grey[3, 0, 0], grey[4, 0, 0] = 65535, 0
+    return grey
+
+
+@pytest.mark.parametrize("kind, end", [(np.uint16, "png"), (np.uint16, "tif"), (np.int32, "tif"),
+                                       (np.float32, "tif")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_images_with_12_bits_share_one_scale(tmp_path, capsys, kind, end, stream):
+    grey = twelve_bits()
+    root = make_deep_folder(tmp_path / "deep", grey, kind, end)
+    Image.new("L", (24, 24), 77).save(tmp_path / "deep" / "train" / "b" / "eight.png")
+    images, _, parts, _ = data.load(root, "nowhere", 24, stream=stream, workers=0)
+    (black, white), = images.levels.values()
+    assert 50 <= black < 70 and 3700 < white < 3900             # the two defective pixels do not matter
+    words = "floating-point numbers" if kind == np.float32 else "12 or 16 bits"
+    assert f"20 of 21 images have {words}: grey values from {black:g} to {white:g}" in capsys.readouterr().out
+    (x, _), = data.test_batches(images, torch.arange(len(images)), 100, "cpu")
+    for part in "train", "test":
+        for i in range(10):
+            expected = np.clip((grey[i] - black) / (white - black) * 255, 0, 255)
+            assert np.abs(x[parts[part][i], 1].numpy() - expected).max() <= 1
+    assert (x[parts["train"][20]] == 77).all()                  # 8 bits stay as they are
+
+
+def test_the_scale_does_not_depend_on_test_images_and_ignores_broken_files(tmp_path):
+    root = make_deep_folder(tmp_path / "deep", twelve_bits())
+    before = data.load(root, "nowhere", 24)[0].levels
+    for file in (tmp_path / "deep" / "test").rglob("*.png"):
+        Image.fromarray(np.full((24, 24), 60_000, np.uint16)).save(file)
+    file = tmp_path / "deep" / "train" / "a" / "cut.png"
+    whole = (tmp_path / "deep" / "train" / "a" / "0.png").read_bytes()
+    file.write_bytes(whole[:len(whole) // 2])
+    assert data.load(root, "nowhere", 24, skip_broken=True)[0].levels == before
+
+
+def test_16_bits_per_colour_are_noted(tmp_path, capsys):
+    def chunk(kind, content):
+        checksum = struct.pack(">I", zlib.crc32(kind + content))
+        return struct.pack(">I", len(content)) + kind + content + checksum
+
+    rows = b"".join(b"\0" + np.full(24 * 3, 4095, ">u2").tobytes() for _ in range(24))
+    png = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", 24, 24, 16, 2, 0, 0, 0))
+    root = make_image_folder(tmp_path / "images", n=3)
+    file = tmp_path / "images" / "train" / "ö" / "z.png"
+    file.write_bytes(png + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b""))
+    images, _, parts, _ = data.load(root, "nowhere", 24)
+    assert (images[parts["train"][6]] == 15).all() and images.levels == {}
+    assert "note: 1 of 7 images have 16 bits per colour" in capsys.readouterr().out
+
+
+def test_predict_export_and_resume_use_the_scale_of_training(tmp_path, capsys):
+    root = make_deep_folder(tmp_path / "deep", twelve_bits())
+    run, flags = tmp_path / "run", dict(QUICK, dataset=root, labels=4, image_size=24)
+    train_crae.train(**flags, steps=1, out=str(run))
+    config, saved = json.loads((run / "config.json").read_text()), evaluate.load_model(run)[1]
+    assert saved["levels"] == config["levels"] == data.load(root, "nowhere", 24)[0].levels
+    evaluate.use_model("export", str(run), device="cpu")
+    assert "first map their grey values from" in capsys.readouterr().out
+    extra = {"model.json": ""}
+    torch.export.load(run / "model.pt2", extra_files=extra)
+    assert json.loads(extra["model.json"])["levels"] == saved["levels"]
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(predictions, "probabilities", lambda net, x, device: seen.append(x) or torch.eye(2)[:1])
+        file = tmp_path / "deep" / "test" / "a" / "7.png"
+        evaluate.use_model("predict", str(run), str(file), out=str(tmp_path / "p.csv"), device="cpu")
+    images, _, parts, _ = data.load(root, "nowhere", 24)
+    assert torch.equal(seen[0][0], images[parts["test"][7]]) and seen[0].max() > 100
+    assert not evaluate.use_model("test", str(run), device="cpu")["images"] == 0
+    assert train_crae.train(**flags, steps=2, out=str(run), resume=True)["step"] == 2
+    assert json.loads((run / "config.json").read_text())["levels"] == saved["levels"]
+    config["steps"] = 2
+    # The run keeps its own scale, even if it is another one; a run without a scale is from before it existed.
+    for levels in {"I": [0, 9000]}, None:
+        loaded = run_folder.load_data(resumed := saved_as(run, config, levels))
+        expected = dict(levels=levels) if levels else {}
+        assert {k: v for k, v in resumed.items() if k == "levels"} == expected
+        assert loaded[0][9, 0, -1, -1] == (round(3800 * 255 / 9000) if levels else 3800 // 257)
+
+
+def saved_as(run, config, levels):
+    """The config of a run, written to its folder with other levels (None: without)."""
+    config = {k: v for k, v in config.items() if k != "levels"} | ({"levels": levels} if levels else {})
+    (run / "config.json").write_text(json.dumps(config))
+    return dict(config)
 
 
 # ---------------------------------------------------------------- images that stay on disk

@@ -8,6 +8,7 @@ waits until the GPU is idle, and then the GPU waits for the CPU. The scripts run
 
 `Watch` checks every operation. If there is a GPU, the last test runs the same steps on it.
 """
+import math
 import sys
 from collections import Counter
 from contextlib import contextmanager, nullcontext
@@ -30,11 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import augmentation
+import contact_sheet
 import data
 import devices
 import distributed
 import metrics
 import models
+import progress
 import run_folder
 import train_baselines
 import train_crae
@@ -46,7 +49,7 @@ MASKED_WRITES = aten.index_put.default, aten.index_put_.default, aten._index_put
 REFUSED = (AssertionError, DataDependentOutputException, DynamicOutputShapeException,
            FakeTensorDeviceMismatchError, NotImplementedError, RuntimeError)
 REAL = SimpleNamespace(generator=torch.Generator, make_model=models.make_model, start=training.start,
-                       log_row=training.log_row, save=training.save)
+                       log_row=training.log_row, save=training.save, after_step=progress.after_step)
 
 # ---------------------------------------------------------------- a device without data
 
@@ -173,7 +176,7 @@ def test_the_watch_accepts_what_does_not_wait(device, strict):
     lambda x, gen: augmentation.mix(augmentation.scale(x), [len(x)], gen),
     lambda x, gen: augmentation.mixup_share(len(x), 0.75, gen, x.device),
     lambda x, gen: augmentation.rotated_batch(x, torch.zeros_like(x[:, 0, 0, 0]), x, training.unchanged)[2],
-    lambda x, gen: augmentation.once_rotated_batch(x, x[:, 0, 0, 0], x, training.unchanged, gen)[2],
+    lambda x, gen: augmentation.rotated_batch(x, x[:, 0, 0, 0], x, training.unchanged, gen, "two", "one")[2],
     lambda x, gen: train_baselines.reversed_batch(x)])
 @pytest.mark.parametrize("device", ["cuda"])
 @pytest.mark.parametrize("share", [(0, 1, 0, 1), (1, 2, 1, 2)], ids=["one process", "two processes"])
@@ -219,18 +222,21 @@ def loop(monkeypatch, tmp_path):
     """
     hooks = SimpleNamespace(out=tmp_path / "run")
 
-    def start(*args):
-        state = REAL.start(*args)
+    def start(*args, **loop):
+        state = REAL.start(*args, **loop)
         hooks.before(state)
         return state
 
     monkeypatch.setattr(run_folder, "load_data", small_data)
     monkeypatch.setattr(run_folder, "write_config", lambda *_: None)
+    monkeypatch.setattr(run_folder, "write_split_csv", lambda *_: None)
+    monkeypatch.setattr(contact_sheet, "write", lambda *_: None)
     monkeypatch.setattr(training, "resume", lambda state, *_: setattr(state, "rows", []))
     monkeypatch.setattr(training, "start", start)
     monkeypatch.setattr(training, "log_row", lambda *_: hooks.after())
     monkeypatch.setattr(training, "save", lambda *_: None)
     monkeypatch.setattr(training, "finish", lambda *_: None)
+    monkeypatch.setattr(progress, "FIRST_READ", math.inf)       # even if two steps take more than ten seconds
     monkeypatch.setattr(train_baselines, "find_pretrained", lambda path, source, config: models.make_model(
         config["arch"], 2, 0).backbone.state_dict())
     return hooks
@@ -239,7 +245,7 @@ def loop(monkeypatch, tmp_path):
 def take_steps(script, flags, out):
     """Call a script's train(...): two steps of a small network, or one step in ImageNet's setting."""
     small = dict(image_size=64, steps=1) if "dataset" in flags else dict(arch="wrn-10-0.25", steps=2)
-    script.train(**dict(batch=4, out=str(out)) | small | flags)
+    script.train(**dict(recipe="paper", batch=4, out=str(out)) | small | flags)
 
 
 def without_data(device, loop, monkeypatch):
@@ -267,7 +273,8 @@ def without_data(device, loop, monkeypatch):
     monkeypatch.setattr(devices, "select", lambda *_: device)
     monkeypatch.setattr(devices, "warn_of_memory", lambda *_, **__: None)
     monkeypatch.setattr(torch, "Generator", lambda device=None: REAL.generator())
-    monkeypatch.setattr(metrics, "sample_of_unlabeled", lambda labels, unlabeled, seed: unlabeled)
+    monkeypatch.setattr(metrics, "samples", lambda labels, index, seed, quick: dict(
+        sample=index["unlabeled"], quick_sample=index["unlabeled"][:5], quick_test=index["test"][:5]))
     monkeypatch.setattr(models, "make_model", make_model)
     # copy.deepcopy and Module.to would mix fake modes.
     monkeypatch.setattr(training, "copy", SimpleNamespace(deepcopy=lambda net: net.again()))
@@ -276,15 +283,17 @@ def without_data(device, loop, monkeypatch):
         monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
         monkeypatch.setattr(torch.autograd, "grad", lambda y, x: [torch.empty_like(x)])
-        with devices.autocast("cuda")():
+        with devices.autocast("cuda", "bf16")():
             assert torch.is_autocast_enabled("cuda")            # steps run in bfloat16, as on a GPU
     else:                                                       # meta has neither autocast nor fused Adam
         monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
-        monkeypatch.setattr(training, "make_adam", training.make_sgd)
+        monkeypatch.setattr(training, "make_adam",
+                            lambda net, lr, weight_decay, beta2: training.make_sgd(net, lr, weight_decay))
     return watch
 
 
 IMAGENET = dict(dataset="imagenet", labels="10%")
+FAST = dict(recipe="fast", arch="fast-4-4-4")
 CASES = [
     *((train_crae, dict(select=select)) for select in train_crae.FLAGS["select"][0]),
     *((train_crae, dict(aux=aux)) for aux in ("all", "none")),
@@ -296,6 +305,8 @@ CASES = [
     *((train_baselines, dict(method="s4l") | flags) for flags in (
         dict(class_copies="upright"), dict(rotations="one"), IMAGENET)),
     (train_baselines, dict(method="mixmatch", accumulate=2)),
+    *((train_crae, FAST | flags) for flags in (dict(), dict(plus=True), dict(rotations="one"))),
+    *((train_baselines, FAST | dict(method=method)) for method in ("s4l", "fixmatch")),
 ]
 NAMES = [" ".join([script.__name__[6:], *(f"{k}={v}" for k, v in flags.items())]) for script, flags in CASES]
 
@@ -328,7 +339,7 @@ def test_no_step_of_one_of_two_processes_waits(script, flags, device, loop, monk
 
 # The sums of the losses; a check before the row and one before the checkpoint; whether the averaged weights
 # differ; the unlabelled images; validation, test, and test with the weights themselves.
-READS = Counter(log_row=1, check_finite=2, measure=1, measure_unlabeled=1, error_rates=3)
+READS = Counter(log_row=1, check_finite=2, differ=1, measure_unlabeled=1, error_rates=3)
 
 
 @pytest.mark.parametrize("device", ["cuda"])
@@ -354,6 +365,27 @@ def test_an_evaluation_reads_back_once_per_set_and_not_per_batch(script, flags, 
             take_steps(script, flags | dict(steps=1), loop.out / str(images_per_batch))
         reads[images_per_batch] = Counter(watch.reads)
     assert reads[1024] == reads[16] == READS
+
+
+@pytest.mark.parametrize("device", ["cuda"])
+def test_the_losses_are_read_once_per_ten_seconds_and_all_at_once(device, loop, monkeypatch):
+    """Steps of four seconds: reads after steps 1, 4 and 7, that is after 4, 16 and 28 seconds."""
+    watch, clock, reads = without_data(device, loop, monkeypatch), SimpleNamespace(now=0.0), []
+
+    def after_step(shown):
+        clock.now, watch.may_wait, watch.reads = clock.now + 4, True, []
+        REAL.after_step(shown)
+        watch.may_wait = False
+        reads.append(watch.reads)
+
+    monkeypatch.setattr(progress, "FIRST_READ", 3)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(progress, "after_step", after_step)
+    monkeypatch.setattr(FakeTensor, "tolist", lambda x: x.cpu().tolist())       # its own reads value by value
+    with watched(device, watch):
+        take_steps(train_crae, dict(plus=True, steps=8), loop.out)
+    assert [step for step, of_step in enumerate(reads, 1) if of_step] == [1, 4, 7]
+    assert sum(reads, []) == ["read_losses"] * 3
 
 
 # ---------------------------------------------------------------- a real GPU

@@ -1,4 +1,6 @@
-"""The measurements at each evaluation, against slow loops over single images."""
+"""The measurements at each evaluation, and the scores of a classifier, against slow loops."""
+import statistics
+
 import numpy as np
 import pytest
 import torch
@@ -81,9 +83,100 @@ def test_which_model_is_measured_on_which_images():
 
 def test_the_sample_is_fixed_and_prefers_known_classes():
     labels = torch.cat([torch.arange(10).repeat(3), torch.full((50,), -1)])
-    sample = metrics.sample_of_unlabeled(labels, torch.arange(80), seed=0)
-    assert sorted(sample.tolist()) == list(range(30))
-    assert torch.equal(sample, metrics.sample_of_unlabeled(labels, torch.arange(80), seed=0))
-    assert len(metrics.sample_of_unlabeled(labels, torch.arange(30, 80), seed=0)) == 50
-    many = metrics.sample_of_unlabeled(torch.zeros(20_000, dtype=torch.long), torch.arange(20_000), seed=0)
-    assert len(many.unique()) == 10_000
+    index = dict(unlabeled=torch.arange(80), test=torch.arange(5))
+    found = metrics.samples(labels, index, seed=0, quick=False)
+    assert sorted(found["sample"].tolist()) == list(range(30))
+    assert torch.equal(found["sample"], metrics.samples(labels, index, seed=0, quick=True)["sample"])
+    unknown = index | dict(unlabeled=torch.arange(30, 80))
+    assert len(metrics.samples(labels, unknown, seed=0, quick=False)["sample"]) == 50
+    many = dict(unlabeled=torch.arange(20_000), test=torch.arange(1500))
+    for quick, n in (False, 10_000), (True, 1000):
+        found = metrics.samples(torch.zeros(20_000, dtype=torch.long), many, 0, quick)
+        assert [len(found[k].unique()) for k in ("sample", "quick_sample", "quick_test")] == [n, 250, 1000]
+
+
+# ---------------------------------------------------------------- a trained classifier
+
+
+def outside(share, wrong, n):
+    """Whether an error rate of `share` makes `wrong` of n errors implausible, by the normal approximation."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    return abs(wrong / n - share) > z * (share * (1 - share) / n) ** 0.5
+
+
+def test_the_wilson_interval_holds_every_plausible_error_rate():
+    """Wilson's definition, tried for each rate on a fine grid, instead of the formula for its ends."""
+    grid = np.arange(0, 100.0005, 0.001)
+    for wrong, n in (0, 10), (1, 10), (5, 10), (10, 10), (40, 500), (1707, 10_000):
+        plausible = [share for share in grid if not outside(share / 100, wrong, n)]
+        assert metrics.wilson(wrong, n) == pytest.approx((min(plausible), max(plausible)), abs=0.0015)
+    assert metrics.wilson(0, 10)[0] == 0 and metrics.wilson(10, 10)[1] == 100
+
+
+def auc_by_pairs(p, positive):
+    """The AUC by its definition: one comparison per pair."""
+    pairs = [(a, b) for a, x in zip(p, positive) if x for b, y in zip(p, positive) if not y]
+    return sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs) / len(pairs)
+
+
+def test_auc_against_all_pairs_with_many_ties():
+    rng = np.random.default_rng(0)
+    for levels in 2, 5, 1000:                                   # 1000: hardly any ties
+        p = rng.integers(0, levels, 60) / levels
+        positive = rng.random(60) < 0.2 + 0.6 * p
+        area = metrics.auc(torch.tensor(p), torch.tensor(positive))
+        assert area == pytest.approx(auc_by_pairs(p, positive)) and 0.5 < area < 1
+    p = torch.tensor([0.1, 0.2, 0.9])
+    assert metrics.auc(p, p > 0.5) == 1 and metrics.auc(-p, p > 0.5) == 0
+    assert metrics.auc(p * 0, p > 0.5) == 0.5
+    assert metrics.auc(p, p > 1) is None and metrics.auc(p, p > 0) is None
+
+
+def test_scores_against_a_loop():
+    gen = torch.Generator().manual_seed(0)
+    p = (3 * torch.randn(200, 12, generator=gen)).softmax(1)
+    y = torch.randint(12, (200,), generator=gen)
+    unsure = p.max(1).values < 0.5
+    y[unsure] = p[unsure].argmax(1)                             # unsure, and right
+    y[y == 11] = 0                                              # a class without images
+    scores = metrics.scores_of(p, y)
+    wrong = top5 = 0
+    bins, right_of, images_of = [[] for _ in range(15)], [0] * 12, [0] * 12
+    for i in range(200):
+        order = sorted(range(12), key=lambda c: -p[i, c].item())
+        wrong += order[0] != y[i]
+        top5 += y[i].item() not in order[:5]
+        images_of[y[i]] += 1
+        right_of[y[i]] += order[0] == y[i].item()
+        confidence = p[i, order[0]].item()
+        for b in range(15):
+            if b / 15 < confidence <= (b + 1) / 15:
+                bins[b].append((confidence, order[0] == y[i]))
+    # Confidence is too low in some bins and too high in others.
+    assert any(np.mean([r for _, r in b]) > np.mean([c for c, _ in b]) for b in bins if b)
+    ece = sum(len(b) / 200 * abs(np.mean([r for _, r in b]) - np.mean([c for c, _ in b])) for b in bins if b)
+    assert sum(map(len, bins)) == 200
+    assert scores["error"] == pytest.approx(100 * int(wrong) / 200)
+    assert (scores["error_low"], scores["error_high"]) == metrics.wilson(int(wrong), 200)
+    assert scores["top5_error"] == pytest.approx(100 * top5 / 200)
+    assert scores["ece"] == pytest.approx(100 * ece, rel=1e-4) and scores["ece"] > 1
+    recalls = [r / n for r, n in zip(right_of, images_of) if n]
+    assert len(recalls) == 11 and scores["balanced_accuracy"] == pytest.approx(100 * np.mean(recalls))
+    assert abs(scores["balanced_accuracy"] - (100 - scores["error"])) > 0.1     # the classes are uneven
+    areas = [auc_by_pairs(p[:, c].tolist(), (y == c).tolist()) for c in range(11)]
+    assert scores["auc"] == pytest.approx(np.mean(areas))
+    assert "top5_error" not in metrics.scores_of(p[:, :10], y % 10)
+
+
+def test_the_rows_of_the_classes():
+    y = torch.tensor([0, 0, 0, 0, 2, 2])
+    p = torch.tensor([[8, 1, 1], [8, 1, 1], [8, 1, 1], [2, 3, 5], [7, 1, 2], [1, 1, 8]]) / 10
+    matrix = metrics.confusion_matrix(p.argmax(1), y, 3)
+    assert matrix.tolist() == [[3, 0, 1], [0, 0, 0], [1, 0, 1]]
+    a, b, c = metrics.class_rows(matrix, p, y, ["a", "b", "c"])
+    assert a == {"class": "a", "images": 4, "error": "25.00", "precision": "75.00", "recall": "75.00",
+                 "auc": f"{7 / 8:.4f}"}                         # 0.2 is above 0.1, but not above 0.7
+    assert b == {"class": "b", "images": 0, "error": "", "precision": "", "recall": "", "auc": ""}
+    assert c["precision"] == c["recall"] == c["error"] == "50.00"
+    one = metrics.scores_of(p[:, :1], torch.zeros(6, dtype=torch.long))         # no pair of classes
+    assert one["auc"] is None and one["balanced_accuracy"] == 100

@@ -4,6 +4,7 @@ import pytest
 from PIL import Image
 
 import plots
+import sheets
 from helpers import HERE
 
 
@@ -43,6 +44,41 @@ def test_the_confusion_matrix_has_the_true_class_in_rows(tmp_path, figures):
         ((0, 0), "8"), ((1, 0), "2"), ((1, 1), "5")}            # (column, row)
 
 
+def test_the_contact_sheet_has_every_image_once_and_all_numbers(tmp_path, figures):
+    cells = np.random.default_rng(0).integers(0, 250, (3, 2, 2, 8, 8, 3), np.uint8)
+    groups, classes = [["first", ""], ["last"]], ["an $ant_1$", "bee"]
+    counts = dict(labelled=np.array([4, 3, 0]), unlabelled=np.array([0, 0, 1234]))
+    sheets.plot_contact_sheet(cells, groups, np.array([0, 1]), classes, counts, "title", tmp_path / "x.png")
+    axes, = figures[0].axes
+    shown = np.asarray(axes.images[0].get_array())
+    picture = np.asarray(Image.open(tmp_path / "x.png").convert("RGB"))
+    assert picture.shape == shown.shape                         # whole pixels, so that images stay sharp
+    left = np.flatnonzero((shown != 255).any((0, 2)))[0]
+    top = np.flatnonzero((shown != 255).any((1, 2)))[0]
+    size = 88
+    for r, k, i in np.ndindex(3, 2, 2):
+        y = top + r * (size + sheets.GAP) + (sheets.ROW_GAP if r == 2 else 0)
+        x = left + (2 * k + i) * (size + sheets.GAP) + k * sheets.CLASS_GAP
+        for pixels in shown, picture:
+            assert np.array_equal(pixels[y:y + size:11, x:x + size:11], cells[r, k, i])
+    texts = [text.get_text() for text in axes.texts]
+    assert texts[:6] == ["title", "first", "", "last", "an $ant_1$", "bee"]
+    assert texts[6:] == ["images", "all", "labelled", "7", "4", "3", "unlabelled", "1,234", "–", "–"]
+
+
+def test_the_contact_sheet_counts_all_of_many_classes(tmp_path, figures):
+    cells = np.zeros((1, 2, 1, 8, 8, 3), np.uint8)
+    counts = dict(labelled=np.array([1, 2, 30, 0]), test=np.array([5, 6, 7, 0]))
+    sheets.plot_contact_sheet(cells, [["x"]], np.array([0, 2]), ["a", "b", "c" * 30], counts, "t",
+                             tmp_path / "x.png")
+    sheet, bars = figures[0].axes
+    assert {p.get_label(): p.get_data().values.tolist() for p in bars.patches} == dict(
+        labelled=[1, 2, 30], test=[5, 6, 7])
+    assert [tick.get_text() for tick in bars.get_xticklabels()] == ["a", "b", "cccccccc…"]
+    texts = [text.get_text() for text in sheet.texts]
+    assert texts[-8:] == ["labelled", "33", "1", "30", "test", "18", "5", "7"]
+
+
 def test_the_curve_shows_each_column_that_has_values(tmp_path, figures):
     rows = [dict(step="20", test_error="30.5", test_error_raw="40", val_error="", unlabeled_error="",
                  rotation_accuracy="75"),
@@ -54,6 +90,21 @@ def test_the_curve_shows_each_column_that_has_values(tmp_path, figures):
                      "test, raw weights": [[20, 40], [40, 25]], "unlabelled, p(y|x)": [[40, 22]],
                      "test, averaged weights": [[20, 30.5], [40, 20]]}
     assert np.asarray(Image.open(tmp_path / "curve.png").convert("L")).std() > 5
+
+
+@pytest.mark.parametrize("n", [1, 2, 10, 20, 21, 1024])
+def test_the_curve_has_markers_at_both_ends_and_at_most_twenty(n, tmp_path, figures):
+    """A short run has a marker per evaluation, so that even a single one is visible."""
+    rows = [dict(step=str(k), test_error="5", test_error_raw="" if k < n else "6", val_error="",
+                 unlabeled_error="", rotation_accuracy="") for k in range(1, n + 1)]
+    plots.plot_curve(rows, tmp_path / "curve.png", "title")
+    raw, tested = figures[0].axes[0].lines
+    assert raw.get_marker() == tested.get_marker() == "o"
+    assert raw.get_markevery() == [0] and raw.get_xydata().tolist() == [[n, 6]]
+    marked = tested.get_markevery()
+    assert len(set(marked)) == min(n, 20) and (marked[0], marked[-1]) == (0, n - 1)
+    gaps = np.diff(marked)
+    assert n == 1 or gaps.max() - gaps.min() <= 1               # evenly spaced
 
 
 def test_the_figure_of_the_method_shows_the_numbers_of_each_rotation(tmp_path, figures):
@@ -102,13 +153,47 @@ def test_the_figure_of_the_method_shows_ten_of_many_classes(tmp_path, figures):
     assert any("(10 of 30)" in t.get_text() for t in figures[0].texts)
 
 
+def test_a_sheet_has_each_image_above_its_caption_in_rows_of_eight(tmp_path, figures):
+    rng = np.random.default_rng(0)
+    groups = [(f"heading {g}", [(image, f"$x$ {g} {k}") for k, image in enumerate(images)])
+              for g, images in enumerate(rng.integers(0, 256, (n, 8, 8, 3), np.uint8) for n in (11, 3))]
+    sheets.plot_sheet(groups, tmp_path / "x.png")
+    figure, = figures
+    assert [text.get_text() for text in figure.texts] == ["heading 0", "heading 1"]
+    cells = groups[0][1] + groups[1][1]
+    boxes = [axes.get_position() for axes in figure.axes]
+    for axes, (image, caption) in zip(figure.axes, cells):
+        np.testing.assert_array_equal(axes.images[0].get_array(), image)
+        assert axes.get_xlabel() == caption
+    assert len({round(box.y0, 6) for box in boxes}) == 3        # two rows, and one of the second group
+    assert boxes[8].x0 == pytest.approx(boxes[0].x0) and boxes[8].y1 < boxes[0].y0 < boxes[0].y1
+    assert boxes[11].y1 < figure.texts[1].get_position()[1] < boxes[8].y0       # below its heading
+    figure.draw_without_rendering()
+    frame = figure.bbox
+    for axes in figure.axes:                                    # captions are inside, and do not overlap
+        box = axes.xaxis.label.get_window_extent()
+        assert frame.x0 <= box.x0 and box.x1 <= frame.x1 and frame.y0 <= box.y0
+        assert not any(box.overlaps(other.bbox) for other in figure.axes)
+
+
+def test_the_end_of_a_long_file_name_is_shown():
+    assert plots.shorten_start("1234567890ab.png") == "1234567890ab.png"
+    assert plots.shorten_start("x1234567890abc.png") == "…34567890abc.png"
+    assert plots.shorten_start("a\udcff\nb") == "a??b"
+
+
 def test_long_names_are_shortened_and_colours_beyond_the_palette_are_black():
     assert plots.shorten("fifteen letters") == "fifteen letters"
     assert plots.shorten("sixteen  letters") == "sixteen  lette…"
+    name = "digits_100_crae_plus_0_archwrn-10-2_steps200_flipTrue"
+    assert plots.shorten_middle(name) == "digits_100_crae_plus_0_ar…0_flipTrue"
+    assert plots.shorten_middle("a") == "a"
+    assert len({plots.colour(k) for k in range(40)}) == 40
     assert plots.colour(0) != plots.colour(1) and plots.colour(None) == plots.colour(40) == "black"
 
 
-def test_only_plots_imports_matplotlib_and_it_opens_no_window():
+def test_only_plots_and_sheets_import_matplotlib_and_it_opens_no_window():
     texts = {path.name: path.read_text() for path in HERE.glob("*.py")}
     using = [name for name, text in texts.items() if "import matplotlib" in text or "from matplotlib" in text]
-    assert using == ["plots.py"] and "import pyplot" not in texts["plots.py"]
+    assert {*using} == {"plots.py", "sheets.py"}
+    assert not any("import pyplot" in texts[name] for name in using)

@@ -1,6 +1,5 @@
 """Tables to the last digit from hand-made logs; unfinished, broken and foreign files; and every figure."""
 import csv
-import json
 import math
 
 import numpy as np
@@ -12,49 +11,7 @@ import plots
 import presets
 import report
 import run_folder
-
-
-def make_run(folder, method="crae", dataset="digits", labels=50, seed=0, errors=(30.0, 20.0), changed=(),
-             rot_dim=None, finished=True, heads=3, diversity=True, name=None):
-    """Write the files that the report reads, with one evaluation per error. Returns the folder of the run."""
-    changed = dict(changed)
-    others = "_".join(map(str, [*changed.values(), rot_dim]))
-    path = folder / (name or f"{dataset}_{labels}_{method}_{seed}_{others}")
-    path.mkdir(parents=True)
-    steps = 20 * len(errors) if finished else 20 * len(errors) + 20
-    config = dict(method=method, dataset=dataset, labels=labels, seed=seed, steps=steps, epoch=20,
-                  rot_dim=rot_dim, changed=changed | (dict(rot_dim=rot_dim) if rot_dim else {}),
-                  resolved=dict(rotation_heads=heads, num_classes=3, parameters=1000 + (rot_dim or 0)))
-    (path / "config.json").write_text(json.dumps(config))
-    rows = [dict(step=20 * (i + 1), epoch=i + 1, test_error=e, unlabeled_error=e + 1, rotation_accuracy=50)
-            for i, e in enumerate(errors)]
-    run_folder.write_rows(path / "log.csv", rows, "w")
-    if diversity:
-        shares = [[0.8, 0.15, 0.15], [0.05, 0.8, 0.15], [0.05, 0.05, 0.8]]      # one row per class
-        for i in range(len(errors)):
-            matrix = [{"step": 20 * (i + 1), "class": c}
-                      | {f"head_{j}": share / (1 + i) for j, share in enumerate(row)}
-                      for c, row in enumerate(shares)]
-            run_folder.write_rows(path / "diversity.csv", matrix, "a")
-    return path
-
-
-def change_config(run, **values):
-    path = run / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-@pytest.fixture
-def figures(monkeypatch):
-    """Every figure by the name of its file, to check what is plotted in it."""
-    kept, real = {}, plots.save_figure
-
-    def save_figure(figure, path, **options):
-        kept[path.name] = figure
-        real(figure, path, **options)
-
-    monkeypatch.setattr(plots, "save_figure", save_figure)
-    return kept
+from helpers import change_config, make_run
 
 
 def lines_of(figure):
@@ -86,6 +43,7 @@ def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures
     make_run(runs, "crae", labels=100, errors=[5.0, 6.0], seed=0)
     make_run(runs, "independent", errors=[9.0], heads=10)
     make_run(runs, "independent_2", errors=[8.0], heads=2)
+    make_run(runs, "detach", errors=[9.5])
     out = report.write_report(str(runs), out=str(tmp_path / "report"))
     path = tmp_path / "report" / "report.md"
     assert out == str(path)
@@ -95,10 +53,8 @@ def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures
     assert "| CRAE | 12.00 ± 1.41 (2) | 5.50 (1) |" in text     # sqrt(2) is the deviation of 11 and 13
     assert cells(path, "digits", "10") == ["10", "9.00 (1)"]
     assert cells(path, "digits", "2") == ["2", "8.00 (1)"]
-    assert cells(path, "digits", "20") == ["20", ""]            # not run: empty here, and listed below
-    assert "detached p(y\\|x)" in text                          # a bar would end the cell
-    assert "- digits, 50 labels: " in text
-    assert "independent, 20 heads" in text.split("## Not run, or not finished")[1]
+    assert "| 20 |" not in text and "## Not run" not in text    # digits is not in the paper
+    assert "| detached p(y\\|x) | 9.50 (1) |" in text           # a bar would end the cell
     assert "| Components, digits | 50 labels | 100 labels |" in text
     assert "| paper |" not in text.split("## digits")[1].split("##")[0]
     for name in ("digits_labels", "digits_50_curves", "digits_50_diversity_crae",
@@ -144,7 +100,7 @@ def test_the_papers_numbers_are_next_to_ours_and_missing_cells_are_listed(tmp_pa
     assert "- cifar10, 250 labels: " in missing
     methods = missing.split("cifar10, 250 labels: ")[1].splitlines()[0]
     assert "MixMatch" not in methods and "CRAE" in methods
-    assert "41.26" in text and "top-5" in text                  # ILSVRC-2012
+    assert "svhn" not in text and "imagenet" not in text        # were not run
 
 
 def test_an_unfinished_sweep_and_files_that_are_not_runs(tmp_path, capsys):
@@ -187,14 +143,24 @@ def test_an_unfinished_sweep_and_files_that_are_not_runs(tmp_path, capsys):
         assert name in text.split("## Skipped")[1] and name in errors, name
 
 
-def test_without_runs_the_tables_show_the_papers_numbers(tmp_path):
+def test_without_runs_there_are_no_tables(tmp_path):
     (tmp_path / "runs").mkdir()
     report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
-    text = (tmp_path / "report" / "report.md").read_text()
-    with (helpers.HERE / "paper_results.csv").open() as file:
-        for row in csv.DictReader(file):
-            assert f"{float(row['value']):.2f}" in text, row
+    assert (tmp_path / "report" / "report.md").read_text() == "# Report\n\n0 finished runs, 0 unfinished.\n\n"
+    assert "0 finished runs" in (tmp_path / "report" / "report.html").read_text()
     assert not list((tmp_path / "report").glob("*.png"))
+
+
+def test_the_papers_tables_of_a_dataset_that_was_run_have_all_its_numbers(tmp_path):
+    with (helpers.HERE / "paper_results.csv").open() as file:
+        numbers = list(csv.DictReader(file))
+    for dataset in sorted({row["dataset"] for row in numbers}):
+        labels = "1%" if dataset == "imagenet" else 250
+        make_run(tmp_path / "runs", dataset=dataset, labels=labels, errors=[77.0], finished=False)
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text()
+    for row in numbers:
+        assert f"{float(row['value']):.2f}" in text, row
 
 
 @pytest.mark.slow
@@ -208,10 +174,14 @@ def test_own_data_of_the_same_name_is_another_dataset(tmp_path):
     text = (tmp_path / "report" / "report.md").read_text()
     for seed in range(5):
         assert f"| CRAE | {10 + seed}.00 (1) |" in text
-    assert "| 20 | 3.00 (1) |" in text and "| 10 |  |" in text
+    assert "| 20 | 3.00 (1) |" in text.split("## digits")[1]
+    own = text.split("## /a/x.npz")[1].split("\n## ")[0]
+    table = "| Method, /a/x.npz | 250 labels |\n|---|---|\n| CRAE | 13.00 (1) |\n\n"
+    assert table in own and own.count("|---") == 2              # one table, and nothing is missing
+    assert "- /a/x.npz" not in text
     images = [name.split(")")[0] for name in text.split("](")[1:]]
     assert all(" " not in name for name in images)
-    assert len(set(images)) == len(images) and len(images) >= 10
+    assert len(set(images)) == len(images) and len(images) >= 11
 
 
 def test_other_settings_and_other_folders_are_kept_apart_and_named(tmp_path, figures, capsys):
@@ -270,9 +240,50 @@ def test_rotation_dimension(tmp_path, figures):
     assert points == [[16, 88.5], [4, 84.5]] and figure.axes[0].lines[-1].get_ydata()[0] == 89.5
 
 
+def test_a_fast_run_counts_its_last_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "rows_that_count", lambda config: 1 if "recipe" in config else 20)
+    make_run(tmp_path / "runs", errors=[40.0, 10.0])
+    fast = make_run(tmp_path / "runs", errors=[50.0, 12.0], changed=dict(recipe="fast"))
+    change_config(fast, recipe="fast")
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    paper, section = (tmp_path / "report" / "report.md").read_text().split("## digits")[1:]
+    assert "| CRAE | 25.00 (1) |" in paper and "the median of a run's last 20 evaluations." in paper
+    assert "| CRAE | 12.00 (1) |" in section and "percent: a run's last evaluation." in section
+
+
+def test_listed_labels_are_not_called_all_labels(tmp_path):
+    for seed, labels_file in enumerate([None, "my list.txt"]):
+        run = make_run(tmp_path / "runs", dataset="my.npz", labels=None, errors=[10.0 + seed], seed=seed,
+                       changed=dict(labels_file=labels_file) if labels_file else {})
+        change_config(run, labels_file=labels_file)
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    text = (tmp_path / "report" / "report.md").read_text()
+    section = text.split("## my.npz, with labels_file my list.txt")[1].split("\n## ")[0]
+    assert "| Method, my.npz | 50 listed labels |" in section and "all labels" not in section
+    assert "| 11.00 (1) |" in section and "(my.npz_setting1_50-listed_diversity_crae.png)" in section
+    assert "| Method, my.npz | all labels |" in text.replace(section, "")
+    table = text.split("## Means")[0]
+    assert "| all (50) | CRAE | 10.00 |" in table and "| 50 listed | CRAE | 11.00 |" in table
+
+
 def test_mean_of_the_diagonal():
     assert report.mean_diagonal([[0.5, 0.5], [0.25, 0.75]]) == 0.625
     assert report.mean_diagonal([[math.nan, math.nan], [0.25, 0.75]]) == 0.75
+
+
+def test_figures_have_class_names_and_markers(tmp_path, figures):
+    make_run(tmp_path / "runs", errors=[30.0, 20.0, 10.0, 9.0])
+    make_run(tmp_path / "runs", "crae_plus", errors=[20.0, 10.0, 9.0, 8.0])
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "report"))
+    for name in "digits_50_diversity_crae.png", "digits_50_diversity.png":
+        first = next(axes for axes in figures[name].axes if axes.images)
+        assert [text.get_text() for text in first.get_yticklabels()] == ["cat", "dog", "$x$"]
+    make_run(tmp_path / "once", labels=100, errors=[30.0])
+    report.write_report(str(tmp_path / "once"), out=str(tmp_path / "report"))
+    assert "digits_100_curves.png" not in figures               # one evaluation is no curve
+    lines = figures["digits_50_curves.png"].axes[0].lines
+    assert len({line.get_marker() for line in lines}) == len(lines) == 2
+    assert not {"", "None", None} & {line.get_marker() for line in lines}
 
 
 def test_bad_input_gives_one_line(tmp_path, monkeypatch):
@@ -325,7 +336,7 @@ def test_no_table_of_other_methods_on_svhn_extra_unless_there_are_runs(tmp_path)
     text = path.read_text()
     assert "| SlfSL based SemSL, svhn_extra | 250 labels | paper |" in text
     assert "SOTA SemSL, svhn_extra" not in text and "Ensembles, svhn_extra" not in text
-    assert "SOTA SemSL, svhn |" in text and "SOTA SemSL, cifar100 | 10000 labels | paper |" in text
+    assert "SOTA SemSL, svhn |" not in text and "SOTA SemSL, cifar100 |" not in text    # were not run
     make_run(runs, "vat", "svhn_extra", 500, errors=[7.0], diversity=False)
     report.write_report(str(runs), out=str(path.parent))
     table = path.read_text().split("| SOTA SemSL, svhn_extra ")[1].split("\n\n")[0].splitlines()
@@ -337,7 +348,8 @@ def test_no_table_of_other_methods_on_svhn_extra_unless_there_are_runs(tmp_path)
 
 def test_each_section_says_which_evaluations_count(tmp_path):
     runs = tmp_path / "runs"
-    make_run(runs, dataset="imagenet", labels="1%", rot_dim=4, diversity=False)
+    imagenet = make_run(runs, dataset="imagenet", labels="1%", rot_dim=4, diversity=False)
+    change_config(imagenet, decay_at=[0.7])
     make_run(runs, dataset="my.npz", diversity=False)
     report.write_report(str(runs), out=str(tmp_path / "report"))
     before, *sections = (tmp_path / "report" / "report.md").read_text().split("\n## ")
@@ -346,7 +358,7 @@ def test_each_section_says_which_evaluations_count(tmp_path):
         title = section.splitlines()[0]
         if title.startswith("imagenet"):
             assert "median" not in section and "percent: a run's last evaluation." in section
-        elif title in ("cifar10", "svhn", "cifar100", "svhn_extra", "my.npz"):
+        elif title == "my.npz":
             assert "Test errors in percent: the median of a run's last 20 evaluations." in section
 
 

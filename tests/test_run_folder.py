@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import cli
+import metrics
 import plots
 import presets
 import run_folder
@@ -25,17 +26,30 @@ from helpers import HERE, QUICK, everything_in, run_script, same, words_of
 # ---------------------------------------------------------------- the result
 
 
-def test_reported_error_is_the_median_of_the_last_20_next_to_the_papers(capsys):
+def result_line(folder, config, rows, capsys):
+    """The line that print_result prints, without the folder, and the row that it returns."""
+    row = run_folder.print_result(config | dict(out=str(folder)), rows)
+    return capsys.readouterr().out.removeprefix(f"{folder}: "), row
+
+
+def test_the_result_is_the_median_of_the_last_20_and_the_saved_models_error_with_its_interval(tmp_path,
+                                                                                              capsys):
     rows = [dict(step=str(i), test_error=str(float(i))) for i in range(1, 31)]
-    config = dict(out="runs/x", paper="10.76 %")
-    assert run_folder.print_result(config, rows)["median_test_error"] == 20.5           # of 11 .. 30
-    assert capsys.readouterr().out == ("runs/x: test error 20.50 % (median of the last 20 evaluations), "
-                                       "30.00 % at the end; the paper: 10.76 %\n")
-    assert run_folder.print_result(config | dict(paper=None), rows)["test_error"] == 30
-    assert "the paper" not in capsys.readouterr().out
-    stage_one = [dict(step="1", test_error="", rotation_accuracy="75")]         # it has no classifier
-    assert run_folder.print_result(config, stage_one)["median_test_error"] is None
-    assert capsys.readouterr().out == "runs/x: rotation accuracy 75.00 % at the end\n"
+    config, stage_one = dict(paper="10.76 %"), [dict(step="1", test_error="", rotation_accuracy="75")]
+    (tmp_path / "config.json").write_text(json.dumps(dict(resolved=dict(images=dict(test=200)))))
+    line, row = result_line(tmp_path, config, rows, capsys)
+    assert row["median_test_error"] == 20.5 and row["test_error"] == 30         # of 11 .. 30
+    assert row["interval"] == metrics.wilson(60, 200)           # 30 % of 200
+    assert line == ("test error 20.50 % (median of the last 20 evaluations); "
+                    "saved model: 30.00 % (95 % interval 24.07 to 36.68 %); the paper: 10.76 %\n")
+    line, row = result_line(tmp_path, dict(paper=None, decay_at=[0.5]), rows, capsys)   # only the last counts
+    assert line == "test error 30.00 % (95 % interval 24.07 to 36.68 %)\n" and row["median_test_error"] == 30
+    line, row = result_line(tmp_path, config, stage_one, capsys)                # it has no classifier
+    assert line == "rotation accuracy 75.00 % at the end\n"
+    assert row["median_test_error"] is row["interval"] is None
+    (tmp_path / "config.json").write_text("{}")                 # the number of test images is not known
+    line, row = result_line(tmp_path, dict(paper=None), rows[:1], capsys)
+    assert line == "test error 1.00 %\n" and row["interval"] is None
 
 
 def test_the_papers_error_is_given_only_for_the_papers_setting():
@@ -153,7 +167,7 @@ def test_the_saved_command_repeats_the_run(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- stop and resume
 
 
-FLAGS = ["--plus", "--arch=wrn-10-0.25", "--steps=60", "--batch=8", "--device=cpu"]
+FLAGS = ["--recipe=paper", "--plus", "--arch=wrn-10-0.25", "--steps=60", "--batch=8", "--device=cpu"]
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +194,7 @@ def test_a_stopped_run_continues_to_the_same_bits(undisturbed, tmp_path, number,
         assert process.returncode == code, errors
         stops += 1
         if code > 0:
-            assert "to continue: python train_crae.py --plus --arch=wrn-10-0.25 --steps=60" in errors
+            assert "to continue: python train_crae.py --recipe=paper --plus --arch=wrn-10-0.25 --st" in errors
             assert "--resume" in errors
     assert stops == 2
     subprocess.run(command, check=True, capture_output=True)
@@ -210,10 +224,11 @@ def test_the_comparison_of_runs_sees_a_difference(undisturbed, tmp_path):
 
 
 @pytest.mark.slow
-def test_kills_at_random_moments():
+@pytest.mark.parametrize("kills, methods", [(9, "CRAE+,MixMatch,fine-tune"), (5, "fast")])
+def test_kills_at_random_moments(kills, methods):
     """The short form of `python tests/chaos.py --kills 100`, in a process of its own because it forks."""
-    done = run_script("tests/chaos.py", "--kills", "9", "--seed", "1")
-    assert done.returncode == 0 and "9 kills survived" in done.stdout, done.stdout + done.stderr
+    done = run_script("tests/chaos.py", "--kills", kills, "--seed", "1", "--methods", methods)
+    assert done.returncode == 0 and f"{kills} kills survived" in done.stdout, done.stdout + done.stderr
 
 
 def boom(at):
@@ -351,7 +366,7 @@ def test_the_first_stage_does_not_write_into_a_folder_that_is_locked(tmp_path):
 @pytest.mark.parametrize("limit", [40_000, 90_000])
 def test_a_full_disk_gives_a_one_line_error_and_leaves_complete_files(tmp_path, limit):
     """A file-size limit stands in for the full disk: last.pt does not fit."""
-    words = words_of(steps=40, batch=4, arch="wrn-10-1", device="cpu", out=tmp_path / "run")
+    words = words_of(**QUICK | dict(arch="wrn-10-1"), steps=40, out=tmp_path / "run")
     full = run_script("train_crae.py", *words,
                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
     lines = [line for line in full.stderr.splitlines() if "step/s" not in line and line.strip()]
@@ -364,12 +379,17 @@ def test_a_full_disk_gives_a_one_line_error_and_leaves_complete_files(tmp_path, 
 
 
 def test_rows_that_cannot_be_written_give_a_one_line_error(tmp_path, monkeypatch):
-    def full(*args):
-        raise OSError(28, "No space left on device")
+    real = run_folder.write_rows
+
+    def full(path, *rest):
+        if path.name.startswith(file):
+            raise OSError(28, "No space left on device")
+        real(path, *rest)
 
     monkeypatch.setattr(run_folder, "write_rows", full)
-    with pytest.raises(cli.Refused, match="log.csv cannot be written \\(No space left on device\\)"):
-        train_crae.train(steps=2, **QUICK, out=str(tmp_path / "run"))
+    for file in "log", "split":
+        with pytest.raises(cli.Refused, match=f"{file}.csv cannot be written \\(No space left on device\\)"):
+            train_crae.train(steps=2, **QUICK, out=str(tmp_path / file))
 
 
 def test_a_folder_that_cannot_be_written_or_has_too_long_a_name(tmp_path, monkeypatch):

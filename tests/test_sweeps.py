@@ -9,6 +9,7 @@ import ablations
 import cli
 import devices
 import helpers
+import progress
 import run_folder
 import sweeps
 import train_baselines
@@ -150,8 +151,8 @@ def test_the_plan_has_steps_hours_and_what_is_finished(rate, tmp_path, capsys, m
     assert "# Fine-tune, 250 labels, seed 0: 2,000 steps, " in text and ", 1,400 steps done\n" in text
     assert "# CRAE, 250 labels, seed 0: 1,000 steps, finished\n" in text
     assert "4 runs, 1 of them finished" in text and "Evaluations" in text
-    total = sweeps.duration(sum(p["hours"] for p in plan))      # on a CPU, jobs share the cores
-    assert f"about {total} in total, {sweeps.duration(sum(left) / 1e12 / 3600)} left" in text
+    total = progress.duration(3600 * sum(p["hours"] for p in plan))     # on a CPU, jobs share the cores
+    assert f"about {total} in total, {progress.duration(sum(left) / 1e12)} left" in text
 
 
 def test_the_printed_commands_are_those_of_the_sweep(rate, tmp_path, capsys, monkeypatch):
@@ -180,8 +181,3 @@ def test_gpus_divide_the_hours(rate, monkeypatch, tmp_path):
     run["config"]["device"] = "cuda"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert sweeps.print_plan([run], 10, 8, 1, 4)[0]["hours"] == pytest.approx(seconds / 4)
-
-
-def test_durations():
-    assert [sweeps.duration(hours) for hours in (0, 0.5, 1, 99.94, 123456.7)] == [
-        "0.0 minutes", "30.0 minutes", "1.0 hours", "99.9 hours", "123,457 hours"]

@@ -8,6 +8,7 @@ import torch
 import augmentation
 import helpers
 import train_baselines as tb
+import training
 from helpers import generator
 from models import frozen_bn, make_model
 
@@ -361,7 +362,9 @@ def test_pseudo_label_below_its_threshold_has_no_gradient():
 
 
 def test_weights_grow_linearly():
-    assert [tb.ramp_up(step, 8) for step in (0, 2, 8, 80)] == [0, 0.25, 1, 1]
+    assert [training.ramp_up(step, 0, 8) for step in (0, 2, 8, 80)] == [0, 0.25, 1, 1]
+    assert [training.ramp_up(step, 4, 8) for step in (0, 4, 5, 8, 9)] == [0, 0, 0.25, 1, 1]
+    assert training.ramp_up(0, 0, 0) == 1                        # no ramp
     assert tb.ramp_steps("pi_model", 1000) == 400 and tb.ramp_steps("vat", 1 << 20) == 0.4 * (1 << 20)
     assert tb.ramp_steps("swa", 480) == 150
     assert tb.ramp_steps("mixmatch", 1 << 20) == 16_384 and tb.ramp_steps("mixmatch", 1000) == 400

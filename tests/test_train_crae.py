@@ -111,7 +111,7 @@ def test_which_copies_train_the_additional_classifier(aux):
     x_l, y_l, x_u = batch()
     aux_logits = torch.zeros(8 * B, C, requires_grad=True)
 
-    def model(x):
+    def model(x, _):
         return torch.zeros(8 * B, C), aux_logits, torch.zeros(8 * B, C, 4)
 
     terms = crae(model, x_l, y_l, x_u, augment=shifted, gen=None, select="marginal", eta=1.0, aux=aux)
@@ -124,7 +124,7 @@ def test_which_copies_train_the_additional_classifier(aux):
 def test_float64_stays_float64():
     x_l, y_l, x_u = batch()
     model = linear().double()
-    terms = crae_plus(lambda x: model(x.double()), x_l, y_l, x_u, augment=shifted, gen=None,
+    terms = crae_plus(lambda x, _: model(x.double()), x_l, y_l, x_u, augment=shifted, gen=None,
                       select="marginal", eta=1.0, eta2=1.0, temperature=T, aux="upright", ext2=False)
     assert all(term.dtype == torch.float64 for term in terms.values())
 
@@ -134,7 +134,7 @@ def test_float64_stays_float64():
 
 def rotation_loss(class_logits, rot_logits, y_l, z, select, gen):
     """The two rotation terms as a mean over all copies, so that one gradient shows all of them."""
-    terms = rotation_terms(class_logits, rot_logits, y_l, z, select, 1.0, gen)
+    terms = rotation_terms(class_logits, rot_logits, y_l, z, [len(z)], select, 1.0, gen)
     n, N = len(y_l), len(z)
     return (n * terms["rotation_labeled"] + (N - n) * terms["rotation_unlabeled"]) / N
 
@@ -143,7 +143,7 @@ def rotation_loss(class_logits, rot_logits, y_l, z, select, gen):
 def test_each_set_has_its_own_mean_and_eta_multiplies_both(select):
     class_logits, rot_logits = logits()
     y_l, z = torch.tensor([0, 1, 2]), torch.arange(8) % 4
-    terms = rotation_terms(class_logits, rot_logits, y_l, z, select, 0.7, generator())
+    terms = rotation_terms(class_logits, rot_logits, y_l, z, [len(z)], select, 0.7, generator())
     if select == "random":
         k = torch.randint(0, C, (8,), generator=generator())
         per_copy = losses.labeled_rotation_loss(rot_logits, k, z)
@@ -282,7 +282,7 @@ def test_twenty_images_can_be_overfitted(tmp_path, monkeypatch, capsys):
     few = helpers.save_few_digits(tmp_path / "few.npz")
     monkeypatch.setitem(presets.own_npz, "bn_momentum", 0.1)
     monkeypatch.setitem(presets.own_npz, "ema", 0.9)
-    row = train_crae.train(dataset=few, plus=True, arch="wrn-10-1", steps=200, batch=20, lr=0.005,
-                           out=str(tmp_path / "run"), device="cpu")
+    row = train_crae.train(dataset=few, recipe="paper", plus=True, arch="wrn-10-1", steps=200, batch=20,
+                           lr=0.005, out=str(tmp_path / "run"), device="cpu")
     assert row["test_error"] == 0 and row["loss_class"] < 0.5
     assert row["unlabeled_error"] is None and row["val_error"] is None          # their classes are not known

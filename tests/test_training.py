@@ -1,5 +1,6 @@
 """Optimisers, schedules, averaged weights and the training loop; the demo, which learns real digits."""
 import csv
+import math
 import os
 import signal
 
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cli
 import metrics
 import presets
+import progress
 import run_folder
 import train_baselines
 import train_crae
@@ -87,14 +89,15 @@ def record(out, monkeypatch):
         kept["evaluated"].append([{k: v.clone() for k, v in m.state_dict().items()} for m in (net, ema)])
         return real_measure(net, ema, *rest)
 
-    def make_adam(net, lr, weight_decay):
-        kept["optimizer"] = lr, weight_decay
-        return real_adam(net, lr, weight_decay)
+    def make_adam(net, lr, weight_decay, beta2):
+        kept["optimizer"] = lr, weight_decay, beta2
+        return real_adam(net, lr, weight_decay, beta2)
 
     monkeypatch.setattr(training, "make_adam", make_adam)
     monkeypatch.setattr(metrics, "measure", measure)
     monkeypatch.setitem(presets.digits, "ema", 0.6)
-    config = train_crae.configure(steps=3, batch=4, lr=0.003, weight_decay=0.05, out=str(out), device="cpu")
+    config = train_crae.configure(recipe="paper", steps=3, batch=4, lr=0.003, weight_decay=0.05, out=str(out),
+                                  device="cpu")
     images, labels, split, classes = loaded = run_folder.load_data(config)
     torch.manual_seed(0)
     net = make_model(config["arch"], 10, 10, bn_momentum=0.1)
@@ -119,7 +122,7 @@ def test_ema_averages_weights_by_hand_and_copies_bn_statistics(recorded):
 
 
 def test_the_loop_uses_the_values_of_the_run(recorded):
-    assert recorded["optimizer"] == (0.003, 0.05) and recorded["sizes"] == (4, 4, 4)
+    assert recorded["optimizer"] == (0.003, 0.05, 0.999) and recorded["sizes"] == (4, 4, 4)
     row = recorded["row"]
     assert row["lr"] == 0.003 and row["step"] == 3 and len(recorded["weights"]) == 4
     # Labelled and unlabelled images are each counted once.
@@ -323,6 +326,7 @@ class Waits(TorchDispatchMode):
 def test_no_wait_for_the_device_inside_a_step(tmp_path, monkeypatch, flags):
     """Numbers leave the device only at evaluations and checkpoints: more steps request no more of them."""
     counts, tolist = [], torch.Tensor.tolist
+    monkeypatch.setattr(progress, "FIRST_READ", math.inf)       # even on a busy machine
 
     def counted(x):                                             # tolist of a CPU tensor is not dispatched
         waits.count += 1

@@ -1,0 +1,63 @@
+"""--minutes: how many steps of a run fit into a given time."""
+import time
+
+import distributed
+import metrics
+import settings
+import training
+
+# We chose these: steps before the clock starts (the first ones are slower), and how long it runs.
+WARM_UP, SECONDS, MOST_STEPS = 3, 3.0, 30
+
+
+def set_steps(config, builds, loaded):
+    """Set the steps of a run so that it takes config["minutes"], with evaluations and this measurement.
+
+    builds: the functions that build the stages of the run; all stages have the same number of steps. The
+    steps that are timed change copies, so that the run is the same as with --steps.
+    """
+    began = time.perf_counter()
+    trial = dict(config)
+    settings.set_steps(trial, 10_000)                           # any number that the timed steps do not reach
+    times = [measure(build, loaded, trial) for build in builds]
+    seconds = 60 * config["minutes"] - (time.perf_counter() - began)
+    steps = steps_in(seconds, config, *(sum(column) for column in zip(*times)))
+    steps = -int(distributed.agree(-steps)[0])                  # the smallest number of all processes
+    settings.set_steps(config, steps)
+    print(f"{steps} steps fit into {config['minutes']:g} minutes: "
+          f"{sum(step for step, *_ in times):.3g} s per step", flush=True)
+
+
+def steps_in(seconds, config, per_step, quick, full):
+    """The number of steps, at least one. quick, full: seconds per evaluation before and at the end."""
+    if config["quick_eval"]:
+        return max(1, int((seconds - (settings.EVALUATIONS - 1) * quick - full) / per_step))
+    every = config["epoch"] * config["eval_epochs"]
+    return max(1, int((seconds - full) / (per_step + full / every)))
+
+
+def measure(build, loaded, config):
+    """Seconds per step, per quick and per full evaluation of one stage."""
+    net, objective, loop = build(config, len(loaded[-1]))
+    state = training.make_state(net, objective, loaded, config, **loop)
+    training.make_ready(state, config)
+    for step in range(WARM_UP):
+        training.take_step(state, config, step)
+    training.check_finite(state, config)                        # waits for the device
+    began, step, passed = time.perf_counter(), WARM_UP, 0.0
+    while passed < SECONDS and step < WARM_UP + MOST_STEPS:
+        training.take_step(state, config, step)
+        step += 1
+        passed, = distributed.agree(time.perf_counter() - began)
+    training.check_finite(state, config)
+    passed = time.perf_counter() - began
+    state.batches.close()
+    quick = timed_evaluation(state, True) if config["quick_eval"] else 0.0
+    return passed / (step - WARM_UP), quick, timed_evaluation(state, False)
+
+
+def timed_evaluation(state, quick):
+    began = time.perf_counter()
+    metrics.measure(state.net, state.ema, state.images, state.labels, state.index, len(state.classes),
+                    state.p_z, quick)
+    return time.perf_counter() - began

@@ -1,0 +1,66 @@
+"""One HTML file from the Markdown of a report, with its images inside, so that a user can send it."""
+import base64
+import html
+import re
+
+# Our choices: text of a readable width; on a phone, wide tables and figures scroll instead of the page.
+STYLE = """\
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }
+h1, h2, h3 { line-height: 1.25; overflow-wrap: anywhere; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #ccc; padding-bottom: 0.3rem; }
+p, li { overflow-wrap: anywhere; }
+div { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: 0.9rem; }
+th, td { border: 1px solid #ccc; padding: 0.25rem 0.6rem; text-align: left; white-space: nowrap; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
+th { background: #f2f2f2; }
+img { display: block; max-width: 100%; min-width: 34rem; height: auto; }"""
+
+
+def write_page(lines, folder, title, path):
+    """Write the page. lines: Markdown as report.py writes it; folder: where its images are."""
+    body, start = [], 0
+    while start < len(lines):
+        kind, end = kind_of(lines[start]), start + 1
+        while kind in ("table", "list", "text") and end < len(lines) and kind_of(lines[end]) == kind:
+            end += 1                                # lines that belong together
+        body.append(block(kind, lines[start:end], folder))
+        start = end
+    head = ('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            f"<title>{html.escape(title)}</title>\n<style>\n{STYLE}\n</style>\n</head>\n<body>\n")
+    page = head + "\n".join(filter(None, body)) + "\n</body>\n</html>\n"
+    path.write_text(page, encoding="utf-8", errors="replace")
+
+
+def kind_of(line):
+    """What a line of Markdown is part of."""
+    for start, kind in {"#": "heading", "|": "table", "- ": "list", "![": "image"}.items():
+        if line.startswith(start):
+            return kind
+    return "text" if line else "nothing"
+
+
+def block(kind, lines, folder):
+    """The HTML of lines that belong together; all text is escaped."""
+    if kind == "heading":
+        marks, _, text = lines[0].partition(" ")
+        return f"<h{len(marks)}>{html.escape(text)}</h{len(marks)}>"
+    if kind == "table":
+        return table(lines)
+    if kind == "list":
+        return "<ul>\n" + "\n".join(f"<li>{html.escape(line[2:])}</li>" for line in lines) + "\n</ul>"
+    if kind == "image":
+        text, name = re.fullmatch(r"!\[(.*)\]\((.*)\)", lines[0]).groups()
+        code = base64.b64encode((folder / name).read_bytes()).decode()
+        return f'<div><img alt="{html.escape(text)}" src="data:image/png;base64,{code}"></div>'
+    return f"<p>{html.escape(' '.join(lines))}</p>" if kind == "text" else ""
+
+
+def table(lines):
+    """The first line is the head, the second a rule. A bar inside a cell is written \\|."""
+    split = [re.split(r"(?<!\\)\|", line[1:-1]) for line in lines]
+    rows = [[html.escape(cell.strip().replace("\\|", "|")) for cell in row] for row in split]
+    head = "".join(f"<th>{cell}</th>" for cell in rows[0])
+    body = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows[2:]]
+    return "<div><table>\n" + "\n".join(f"<tr>{row}</tr>" for row in [head, *body]) + "\n</table></div>"
