@@ -373,7 +373,8 @@ def configure(**flags):
         raise cli.Refused(f"--unlabeled {flags['unlabeled']}: labeled_only uses no unlabelled images")
     flags["pretrained"] = pretrained and str(Path(pretrained))  # one spelling
     named = ("method", "class_copies", "rotations", *(["weight"] if method == "s4l" else []))
-    config = settings.resolve(flags, FLAGS, __file__, variant_name(flags), named, constants)
+    name = variant_name(flags, constants.get("weight"))
+    config = settings.resolve(flags, FLAGS, __file__, name, named, constants)
     config |= dict(base=method, rot_dim=None)                   # a single head needs no reduction
     if config["crop"] == "resized" and method in SEVERAL_VIEWS:
         possible = ", ".join(m for m in OBJECTIVES if m not in SEVERAL_VIEWS)
@@ -382,12 +383,13 @@ def configure(**flags):
     return config
 
 
-def variant_name(flags):
+def variant_name(flags, usual_weight):
     """The method; variants of S4L have their own names, so that tables can show them side by side."""
     name, weight = flags["method"], flags["weight"]
     name += "_upright" if flags["class_copies"] == "upright" else ""
     name += "_one_rotation" if flags["rotations"] == "one" else ""
-    return name + (f"_weight{weight:g}" if flags["method"] == "s4l" and weight not in (None, 1) else "")
+    other_weight = flags["method"] == "s4l" and weight not in (None, usual_weight)
+    return name + (f"_weight{weight:g}" if other_weight else "")
 
 
 def stage_one(net, loaded, config):
