@@ -52,7 +52,8 @@ def measure(net, ema, images, labels, index, num_classes, p_z, quick=False, watc
     sample, test = (index["quick_sample"], index["quick_test"]) if quick else (index["sample"], index["test"])
     scores = measure_unlabeled(ema, images, labels, sample, num_classes, p_z, watch)
     matrix = scores.pop("diversity")
-    scores["val_error"] = scores["test_error_raw"] = None
+    # The order of the columns of log.csv: a run that is resumed appends to a log that has it.
+    scores |= dict.fromkeys(("val_error", "test_error", "test_error_raw", "test_top5_error"))
     if not quick:
         scores["val_error"], _ = error_rates(ema, images, labels, index["validation"], watch,
                                              "validation images")

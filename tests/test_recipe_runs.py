@@ -58,6 +58,8 @@ def error_of(net, head, images, labels, index):
 def test_evaluations_before_the_last_measure_samples(run):
     rows, index = helpers.rows_of(run["out"]), run["kept"][0][-1]
     assert [int(row["step"]) for row in rows] == [*range(2, 23, 2), 23] and len(rows) >= 10
+    assert list(rows[0])[-6:] == ["rotation_accuracy", "unlabeled_error", "val_error", "test_error",
+                                  "test_error_raw", "test_top5_error"]          # as in older logs
     sizes = dict(quick_test=(70, "test"), sample=(90, "unlabeled"), quick_sample=(60, "sample"))
     for part, (n, whole) in sizes.items():
         assert len(index[part].unique()) == n and set(index[part].tolist()) < set(index[whole].tolist())
