@@ -94,7 +94,7 @@ def check_values(flags):
         if (flags.get(name) or 0) < 0:
             raise cli.Refused(f"--{name} {flags[name]}: must be 0 or more")
     limits = dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, heads=2 ** 16, batch=2 ** 20,
-                  unlabeled=2 ** 20, steps=2 ** 53)             # our choice: beyond what any machine can do
+                  unlabeled=2 ** 20, steps=2 ** 53, minutes=2 ** 20)    # our choice: more than enough
     for name, limit in limits.items():
         if (flags.get(name) or 0) > limit:
             raise cli.Refused(f"--{name} {flags[name]}: must be {limit} or less")

@@ -178,7 +178,7 @@ BAD = {                                                         # flags: what th
     "--detach_rotated --heads 0": "--detach_rotated", "--recipe slow": "fast, paper",
     "--recipe fast --dataset imagenet": "--recipe fast", "--minutes 5 --steps 7": "--minutes 5: --steps 7",
     "--minutes 0": "--minutes", "--minutes -1": "--minutes", "--minutes inf": "--minutes",
-    "--minutes nan": "--minutes", "--image_size 7": "8 pixels or more",
+    "--minutes nan": "--minutes", "--minutes 1e30": "--minutes", "--image_size 7": "8 pixels or more",
     "--seed -1": "--seed", "--image_size 4": "--image_size", "--plus - --seed 1": "lone",
     "--noplus=3": "--noplus", "--flip 1": "--flip", "--out train_crae.py": "--out",
     "--resume --out folder": "--out", "--out": "--out: needs", "--noout": "--noout",
