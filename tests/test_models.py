@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 import cli
+import models
 from models import ResNet50v2, check_arch, classifier_state, classify, frozen_bn, make_model
 
 
@@ -166,3 +167,58 @@ def test_frozen_bn_normalises_by_the_batch_and_updates_nothing():
 def test_bad_architectures(arch):
     with pytest.raises(cli.Refused, match="--arch"):
         check_arch(arch)
+
+
+# ---------------------------------------------------------------- fast paths against plain ones
+
+
+@pytest.mark.parametrize("c_in, c_out, size", [(128, 128, 5), (24, 32, 3), (3, 5, 2), (8, 16, 1)])
+def test_convolutions_on_small_maps_have_the_gradients_of_plain_ones(c_in, c_out, size):
+    torch.manual_seed(0)
+    x, weight, grad = torch.randn(16, c_in, size, size), torch.randn(c_out, c_in, 3, 3), None
+    x, weight = (t.bfloat16().contiguous(memory_format=torch.channels_last) for t in (x, weight))
+    found = []
+    for convolve, kind in (models.Conv3OnSmallMaps.apply, torch.bfloat16), (plain_conv3, torch.float64):
+        a, w = (t.detach().to(kind).requires_grad_() for t in (x, weight))
+        y = convolve(a, w)
+        grad = torch.randn_like(y) if grad is None else grad
+        y.backward(grad.to(kind))
+        found.append((y, a.grad, w.grad))
+    for ours, exact in zip(*found):
+        assert ours.dtype == torch.bfloat16 and ours.shape == exact.shape
+        assert (ours - exact).norm() < 4e-3 * exact.norm()      # bfloat16 keeps 8 bits of the result
+
+
+def plain_conv3(x, weight):
+    return F.conv2d(x, weight, padding=1)
+
+
+def test_a_bf16_step_of_fastnet_has_the_losses_and_gradients_of_plain_convolutions(monkeypatch):
+    torch.manual_seed(0)
+    net = make_model("fast-8-16-16", 10, rot_heads=10).to(memory_format=torch.channels_last)
+    torch.nn.init.normal_(net.backbone.patch_weight)
+    x = torch.randn(32, 3, 24, 24)
+    small, found, uses = models.is_small_bf16, [], []
+
+    def is_small(x):
+        uses.append(small(x))
+        return uses[-1]
+
+    for choose in is_small, lambda x: False:
+        monkeypatch.setattr(models, "is_small_bf16", choose)
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = sum(logits.float().logsumexp(-1).mean() for logits in net(x))
+        loss.backward()
+        found.append((loss, {name: p.grad for name, p in net.named_parameters() if p.requires_grad}))
+    assert uses == [False, False, False, True, True, True]      # maps of 23, 11, 11, 5, 5 and 2 pixels
+    (loss, grads), (plain_loss, plain_grads) = found
+    assert torch.equal(loss, plain_loss)                        # only the weight gradient differs
+    for name, grad in grads.items():
+        assert (grad - plain_grads[name]).norm() <= 4e-3 * plain_grads[name].norm(), name
+
+
+def test_float32_and_other_devices_use_plain_convolutions():
+    assert not models.is_small_bf16(torch.zeros(1, 1, 2, 2))
+    assert not models.is_small_bf16(torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16, device="meta"))
+    assert models.is_small_bf16(torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16))
