@@ -38,6 +38,7 @@ compare           which method for my data: labelled-only, S4L, CRAE, CRAE+ and 
     "seeds": ([int], [0], "seeds, for example 0,1,2"),
     "steps": (int, None, "training steps of each run (default: the preset's)"),
     "minutes": (float, None, "minutes per run instead of --steps"),
+    "pflop": (float, None, "10^15 FLOPs per run instead of --steps: equal compute for all methods"),
     "arch": cli.NETWORK_FLAGS["arch"],
     "batch": cli.NETWORK_FLAGS["batch"],
     "image_size": cli.RUN_FLAGS["image_size"],

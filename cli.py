@@ -86,6 +86,8 @@ NETWORK_FLAGS = {
     "steps": (int, None, "training steps (default: the preset's)"),
     "minutes": (float, None, "instead of --steps: train as many steps as fit into this time; "
                              "the run measures its speed first"),
+    "pflop": (float, None, "instead of --steps: as many steps as take this many 10^15 FLOPs in all forward "
+                           "and backward passes, so that methods can be compared at equal compute"),
     "batch": (int, None, "labelled images per step over all processes (default: the preset's)"),
     "unlabeled": (int, None, "unlabelled images per step over all processes "
                              "(default: 48 with --recipe fast, otherwise as many as labelled ones)"),

@@ -77,7 +77,7 @@ IMAGE_SIZE = dict.fromkeys(NAMED, 32) | dict(digits=8, fashion_mnist=28, imagene
 # The fast recipe: what it replaces in the dicts above. Chosen on validation images (docs/recipe.md); the
 # style of the network and of the learning rate is airbench's.
 fast = dict(arch="fast-32-128-128", steps=2000, epoch=None, batch=64, unlabeled=48, labeled_copies="two",
-            eta=2.0, ext1_ramp=[0.3, 0.7], image_size=24, lr=0.003, beta2=0.99, weight_decay=0.02,
+            eta=2.0, ext1_ramp=[0.3, 0.7], image_size=26, lr=0.003, beta2=0.99, weight_decay=0.02,
             optimizer="adam", schedule="triangle", warmup=0.2, ema=None, ema_horizon=0.01, bn_momentum=0.1,
             cpu_precision="bf16", quick_eval=True)
 # Digits have 8 pixels; enlarged, they keep more of their shape when FastNet pools. 600 steps are a minute.
@@ -170,6 +170,8 @@ BASELINES_FAST = {method: {k: v for k, v in constants.items() if k not in ("lr",
 # Chosen on validation images, among four values each (docs/recipe.md).
 BASELINES_FAST["s4l"] = dict(weight=2.0)
 BASELINES_FAST["mixmatch"] |= dict(weight=30.0)
+BASELINES_FAST["mean_teacher"] |= dict(weight=30.0)
+BASELINES_FAST["fixmatch"] |= dict(weight=3.0)
 
 
 def of_baseline(method, dataset, recipe):

@@ -75,7 +75,7 @@ def refuse_other_flags(config, longer=True, moved=False):
         if name == "steps":
             # longer: more steps are allowed, because nothing else depends on their number.
             fixed = not longer or config["decay_at"] or config["recipe"] == "fast"
-            # None: other --minutes than the run's, which are refused below.
+            # None: other --minutes or --pflop than the run's, which are refused below.
             may_differ = value is None or not fixed and value > saved.get(name, value)
         may_differ |= moved and may_have_moved(name, config, saved)
         if not may_differ and name in saved and saved[name] != value:   # `saved` may lack a newer flag
@@ -97,16 +97,16 @@ def may_have_moved(name, config, saved):
 
 
 def keep_saved_values(config, saved):
-    """A resumed run keeps its precision, and the number of steps that --minutes gave."""
-    # Runs from before the fast recipe have no --minutes, and saved their precision only if it was given.
-    saved["minutes"] = saved.get("minutes")
+    """A resumed run keeps its precision, and the number of steps that --minutes or --pflop gave."""
+    # Runs from before the fast recipe have neither, and saved their precision only if it was given.
+    saved |= {name: saved.get(name) for name in ("minutes", "pflop")}
     saved["precision"] = saved.get("precision") or devices.default_precision(config["device"], "fp32")
     if "precision" not in config["changed"]:
         config["precision"] = saved["precision"]
         if config["precision"] == "bf16" and config["device"] == "cpu" and not devices.has_bf16():
             raise cli.Refused(f"--resume: the run in {config['out']} uses bf16, which this CPU does not "
                               "support; continue on another machine, or give another --out")
-    if config["minutes"] and saved.get("minutes") == config["minutes"]:
+    if not config["steps"] and all(saved[name] == config[name] for name in ("minutes", "pflop")):
         settings.set_steps(config, saved["steps"])
 
 

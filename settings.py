@@ -34,7 +34,7 @@ def resolve(flags, table, script, method, named_by_method=(), constants=None):
     preset |= constants or {}
     config = dict(method=method) | flags | {k: v for k, v in preset.items() if flags.get(k) is None}
     config["method"] = method                                   # a variant of a baseline has its own name
-    config["steps"] = None if flags["minutes"] else config["steps"]             # training.fit_into_minutes
+    config["steps"] = None if flags["minutes"] or flags["pflop"] else config["steps"]   # budget.set_steps
     set_steps(config, config["steps"])
     if listed:
         config["labels"] = None
@@ -79,13 +79,13 @@ def check_values(flags):
     if flags["labels"] is not None and flags["labels_file"] and not tables.is_table(flags["labels_file"]):
         raise cli.Refused(f"--labels {flags['labels']}: --labels_file already lists the labelled images; "
                           "omit one of the two flags")
-    if flags["minutes"] and flags["steps"]:
-        raise cli.Refused(f"--minutes {flags['minutes']:g}: --steps {flags['steps']} already sets the "
-                          "length; omit one of the two flags")
+    lengths = [f"--{name} {flags[name]:g}" for name in ("steps", "pflop", "minutes") if flags[name]]
+    if len(lengths) > 1:
+        raise cli.Refused(f"{lengths[-1]}: {lengths[0]} already sets the length; omit one of the two flags")
     if flags["recipe"] == "fast" and flags["dataset"] == "imagenet":
         raise cli.Refused("--recipe fast: its network is too small for imagenet; omit the flag")
-    for name in ("steps", "minutes", "batch", "unlabeled", "lr", "image_size", "labels", "save_minutes",
-                 "accumulate"):
+    for name in ("steps", "minutes", "pflop", "batch", "unlabeled", "lr", "image_size", "labels",
+                 "save_minutes", "accumulate"):
         value = flags.get(name)
         number = float(value.rstrip("%")) if isinstance(value, str) else value
         if value is not None and not 0 < number < math.inf:
@@ -93,8 +93,9 @@ def check_values(flags):
     for name in "rot_dim", "workers":
         if (flags.get(name) or 0) < 0:
             raise cli.Refused(f"--{name} {flags[name]}: must be 0 or more")
+    # Our choice: more than enough.
     limits = dict(workers=2 ** 10, image_size=2 ** 13, rot_dim=2 ** 16, heads=2 ** 16, batch=2 ** 20,
-                  unlabeled=2 ** 20, steps=2 ** 53, minutes=2 ** 20)    # our choice: more than enough
+                  unlabeled=2 ** 20, steps=2 ** 53, minutes=2 ** 20, pflop=2 ** 40)
     for name, limit in limits.items():
         if (flags.get(name) or 0) > limit:
             raise cli.Refused(f"--{name} {flags[name]}: must be {limit} or less")

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+import budget
 import cli
 import devices
 import progress
@@ -51,7 +52,7 @@ def stages_of(run):
 
 
 def steps_of(run):
-    """The steps of each stage. With --minutes, they are known once the run has started; until then, 0."""
+    """The steps of each stage. With --minutes or --pflop, 0 until the run has started."""
     if run["config"]["steps"]:
         return run["config"]["steps"]
     try:
@@ -102,7 +103,7 @@ def print_plan(runs, num_classes, image_size, jobs, processes):
     for run in runs:
         row = run["config"]["method"], run["config"]["rot_dim"]         # seeds and labels cost nothing
         if row not in flops:
-            any_steps = run["config"] | dict(steps=run["config"]["steps"] or 1)         # with --minutes: None
+            any_steps = run["config"] | dict(steps=run["config"]["steps"] or 1)         # or None
             flops[row] = [devices.step_flops(build, any_steps, num_classes, image_size)
                           for build, _ in stages_of(run)]
         plan.append(estimate(run, flops[row], rate * min(processes, gpus), processes))
@@ -122,6 +123,8 @@ def print_plan(runs, num_classes, image_size, jobs, processes):
 def estimate(run, flops, rate, processes):
     """The command of a run, its steps, FLOPs and hours. flops: of a step of each stage; rate: FLOP/s."""
     steps, done, finished = steps_of(run), steps_done(run), is_finished(run)
+    if run["config"]["pflop"]:
+        steps = budget.steps_of_pflop(run["config"]["pflop"], sum(flops))
     hours = steps * sum(flops) / rate / 3600
     hours_left = sum(n * (steps - k) for n, k in zip(flops, done)) / rate / 3600
     if run["config"]["minutes"]:

@@ -52,9 +52,9 @@ import torch
 import torch.nn.functional as F
 
 import augmentation
+import budget
 import distributed
 import losses
-import minutes
 import models
 import presets
 import run_folder
@@ -314,7 +314,7 @@ def train(**flags):
     loaded = run_folder.load_data(config)
     if not config["steps"]:
         two_stages = config["base"] == "fine_tune" and not config["pretrained"]
-        minutes.set_steps(config, [build_stage_one, build] if two_stages else [build], loaded)
+        budget.set_steps(config, [build_stage_one, build] if two_stages else [build], loaded)
     net, objective, loop = build(config, len(loaded[-1]))
     if config["base"] == "fine_tune" and not in_stage_two:
         net.backbone.load_state_dict(backbone or stage_one(net, loaded, config))

@@ -49,9 +49,9 @@ from functools import partial
 import torch
 
 import augmentation
+import budget
 import distributed
 import losses
-import minutes
 import models
 import presets
 import run_folder
@@ -154,7 +154,7 @@ def train(**flags):
         return row
     loaded = run_folder.load_data(config)
     if not config["steps"]:
-        minutes.set_steps(config, [build], loaded)
+        budget.set_steps(config, [build], loaded)
     net, objective, loop = build(config, len(loaded[-1]))
     return training.fit(net, objective, loaded, config, **loop)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import budget
 import cli
-import minutes
 import train_baselines
 import train_crae
 import training
@@ -82,7 +82,7 @@ def under_fire(script, words, monkeypatch, folder, counted):
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(training, "fit", fit)
-    monkeypatch.setattr(minutes, "measure", lambda *rest: (0.01, 0.1, 0.5))     # seconds; trains nothing
+    monkeypatch.setattr(budget, "measure", lambda *rest: (0.01, 0.1, 0.5))     # seconds; trains nothing
     monkeypatch.setattr(train_baselines, "stage_one", lambda net, *rest: net.backbone.state_dict())
     try:
         command_line(script, words)

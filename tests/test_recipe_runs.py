@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 
+import budget
 import cli
 import devices
 import evaluate
 import helpers
 import metrics
-import minutes
 import presets
 import run_folder
 import settings
@@ -172,18 +172,18 @@ def test_runs_from_before_the_recipes_can_be_resumed(tmp_path):
 
 def test_how_many_steps_fit_into_a_time():
     fast, paper = dict(quick_eval=True), dict(quick_eval=False, epoch=20, eval_epochs=2)
-    assert minutes.steps_in(60, fast, 0.5, 1.0, 3.0) == (60 - 9 - 3) / 0.5      # nine quick ones and the last
-    assert minutes.steps_in(60.4, fast, 0.5, 1.0, 3.0) == 96    # rounded down
-    assert minutes.steps_in(65, paper, 0.5, 0.0, 5.0) == 96     # (65 - 5) / (0.5 + 5 / 40)
-    assert minutes.steps_in(2, fast, 0.5, 1.0, 3.0) == minutes.steps_in(1, paper, 0.5, 0.0, 5.0) == 1
+    assert budget.steps_in(60, fast, 0.5, 1.0, 3.0) == (60 - 9 - 3) / 0.5      # nine quick ones and the last
+    assert budget.steps_in(60.4, fast, 0.5, 1.0, 3.0) == 96    # rounded down
+    assert budget.steps_in(65, paper, 0.5, 0.0, 5.0) == 96     # (65 - 5) / (0.5 + 5 / 40)
+    assert budget.steps_in(2, fast, 0.5, 1.0, 3.0) == budget.steps_in(1, paper, 0.5, 0.0, 5.0) == 1
 
 
 def test_the_times_of_all_stages_count(monkeypatch, capsys):
     times = dict(one=(0.01, 0.1, 0.5), two=(0.02, 0.2, 1.0))
-    monkeypatch.setattr(minutes, "measure", lambda build, loaded, config: times[build])
+    monkeypatch.setattr(budget, "measure", lambda build, loaded, config: times[build])
     config = train_crae.configure(minutes=1.0, **QUICK)
     assert config["steps"] is None
-    minutes.set_steps(config, ["one", "two"], None)
+    budget.set_steps(config, ["one", "two"], None)
     expected = (60 - 9 * 0.3 - 1.5) / 0.03
     assert expected - 3 < config["steps"] <= expected and config["epoch"] == config["steps"] // 10
     assert f"{config['steps']} steps fit into 1 minutes: 0.03 s per step" in capsys.readouterr().out
@@ -193,9 +193,9 @@ def test_the_times_of_all_stages_count(monkeypatch, capsys):
     (train_crae, dict(plus=True)), (train_baselines, dict(method="fine_tune")),
     (train_crae, dict(recipe="paper", arch="wrn-10-0.25"))], ids=["crae", "fine_tune", "paper"])
 def test_minutes_are_the_steps_they_give(script, flags, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(minutes, "SECONDS", 0.2)
-    real, stages = minutes.measure, []
-    monkeypatch.setattr(minutes, "measure", lambda build, *rest: stages.append(build) or real(build, *rest))
+    monkeypatch.setattr(budget, "SECONDS", 0.2)
+    real, stages = budget.measure, []
+    monkeypatch.setattr(budget, "measure", lambda build, *rest: stages.append(build) or real(build, *rest))
     flags = QUICK | flags | dict(out=str(tmp_path / "timed"))
     script.train(**flags, minutes=0.02)
     N = int(re.search(r"^(\d+) steps fit into 0.02 minutes", capsys.readouterr().out, re.M)[1])
@@ -211,6 +211,41 @@ def test_minutes_are_the_steps_they_give(script, flags, tmp_path, monkeypatch, c
         with pytest.raises(cli.Refused, match="--minutes .*: the run in .* has 0.02"):
             script.train(**flags, **other, resume=True)
     assert len(stages) == 1 + two                               # a resumed run measures nothing
+
+
+# ---------------------------------------------------------------- --pflop
+
+
+def conv_flops(size, widths, images):
+    """Multiplications and additions of FastNet's forward pass for some images, counted layer by layer."""
+    flops, c_in, size = 2 * (size - 1) ** 2 * 24 * 12, 24, size - 1             # the whitening
+    for c_out in widths:
+        flops += 2 * size ** 2 * c_in * c_out * 9
+        size = size // 2 if size >= 4 else size
+        flops += 2 * size ** 2 * c_out * c_out * 9
+        c_in = c_out
+    return images * flops
+
+
+@pytest.mark.parametrize("script, flags", [
+    (train_baselines, dict(method="labeled_only")), (train_baselines, dict(method="fine_tune")),
+    (train_crae, dict(plus=True))], ids=["labeled_only", "fine_tune", "crae_plus"])
+def test_pflop_are_the_steps_of_equal_compute(script, flags, tmp_path, capsys):
+    flags = QUICK | flags | dict(arch="fast-8-16-16", pflop=5e-7, out=str(tmp_path / "run"))
+    flags["unlabeled"] = None if flags.get("method") == "labeled_only" else 4
+    script.train(**flags)
+    N = int(re.search(r"^(\d+) steps are 5e-07 PFLOP", capsys.readouterr().out, re.M)[1])
+    # Images that are trained on in a step: 8 labelled ones; stage one: (8 + 4) * 4 more; CRAE+: 2 * 8 + 4 * 4
+    # unmixed and 8 + 4 * 4 mixed ones.
+    trained = dict(labeled_only=8, fine_tune=8 + 48).get(flags.get("method"), 32 + 24)
+    forward = conv_flops(16, (8, 16, 16), trained)
+    assert 5e8 / (3 * forward) <= N <= 1.35 * 5e8 / (3 * forward)       # the first layers have less backward
+    config = script.configure(**flags, resume=True)
+    assert config["steps"] is None and run_folder.check_folder(config) and config["steps"] == N
+    with pytest.raises(cli.Refused, match="--pflop .*: the run in .* has 5e-07"):
+        script.train(**flags | dict(pflop=6e-7), resume=True)
+    with pytest.raises(cli.Refused, match="--pflop 5e-07: --steps 3 already sets the length"):
+        script.train(**flags, steps=3)
 
 
 # ---------------------------------------------------------------- stop and resume, parts, all methods

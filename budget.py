@@ -1,6 +1,7 @@
-"""--minutes: how many steps of a run fit into a given time."""
+"""--minutes and --pflop: how many steps of a run fit into a given time, or into a number of FLOPs."""
 import time
 
+import devices
 import distributed
 import metrics
 import settings
@@ -11,10 +12,29 @@ WARM_UP, SECONDS, MOST_STEPS = 3, 3.0, 30
 
 
 def set_steps(config, builds, loaded):
-    """Set the steps of a run so that it takes config["minutes"], with evaluations and this measurement.
+    """Set the steps of a run so that it takes config["minutes"] or config["pflop"].
 
-    builds: the functions that build the stages of the run; all stages have the same number of steps. The
-    steps that are timed change copies, so that the run is the same as with --steps.
+    builds: the functions that build the stages of the run; all stages have the same number of steps. From
+    here on, the run is the same as with --steps.
+    """
+    if config["pflop"]:
+        any_steps = config | dict(steps=1)
+        per_step = sum(devices.step_flops(build, any_steps, len(loaded[-1]), loaded[0].shape[-1])
+                       for build in builds)
+        settings.set_steps(config, steps_of_pflop(config["pflop"], per_step))
+        print(f"{config['steps']} steps are {config['pflop']:g} PFLOP: {per_step / 1e9:.3g} GFLOP per step")
+    else:
+        fit_into_minutes(config, builds, loaded)
+
+
+def steps_of_pflop(pflop, flops_per_step):
+    return max(1, int(pflop * 1e15 / flops_per_step))
+
+
+def fit_into_minutes(config, builds, loaded):
+    """Set the steps so that the run takes config["minutes"], with evaluations and this measurement.
+
+    The steps that are timed change copies.
     """
     began = time.perf_counter()
     trial = dict(config)
