@@ -132,35 +132,87 @@ def strong_augment(x, gen):
 
     x is (N, 3, S, S) uint8, and so is the result. The operations and their ranges are those of FixMatch's
     table. We always apply both operations (FixMatch's code skips each with probability 1/2), and we fill the
-    area that a move uncovers with grey. Every operation is computed for the whole batch and kept for the
-    images that drew it: an index whose length varies between steps would make the GPU wait for the CPU.
+    area that a move uncovers with grey.
     """
+    # Fake tensors (devices.step_flops) have no values to select images by.
+    apply = apply_to_drawn if x.device.type == "cpu" and type(x) is torch.Tensor else apply_to_all
     for _ in range(2):
         op = distributed.randint(0, OPERATIONS, len(x), 1, 1, 1, gen=gen, device=x.device)
         u = distributed.rand(len(x), 1, 1, 1, gen=gen, device=x.device)
-        recoloured, moved = colour_ops(x, u), move(x, op, u)
-        for k, changed in enumerate(recoloured):
-            x = torch.where(op == k, changed, x)
-        x = torch.where(op > IDENTITY, moved, x)
+        x = apply(x, op, u)
     return cutout(x, gen).contiguous(memory_format=torch.channels_last)
 
 
-def colour_ops(x, u):
-    """The eight operations on colour, each applied to the same x with strength u in [0, 1)."""
+def apply_to_drawn(x, op, u):
+    """Apply each operation to the images that drew it."""
+    x = x.clone()
+    for k, recolour in enumerate(COLOUR_OPS):
+        i = (op == k).flatten().nonzero().squeeze(1)
+        if len(i):
+            x[i] = recolour(x[i], u[i])
+    i = (op > IDENTITY).flatten().nonzero().squeeze(1)
+    if len(i):
+        x[i] = move(x[i], op[i], u[i])
+    return x
+
+
+def apply_to_all(x, op, u):
+    """The same for a GPU: apply each operation to all images and keep the result where it was drawn.
+
+    An index whose length varies between steps would make the GPU wait for the CPU.
+    """
+    recoloured, moved = [recolour(x, u) for recolour in COLOUR_OPS], move(x, op, u)
+    for k, changed in enumerate(recoloured):
+        x = torch.where(op == k, changed, x)
+    return torch.where(op > IDENTITY, moved, x)
+
+
+def toward(target, f, u):
+    """FixMatch: keep a share of the image, between 0.05 and 0.95, and blend the rest with the target."""
+    keep = 0.05 + 0.9 * u
+    return (keep * f + (1 - keep) * target).byte()
+
+
+def autocontrast(x, u):
+    return TF.autocontrast(x)
+
+
+def equalize(x, u):
+    return TF.equalize(x)
+
+
+def brightness(x, u):
+    return ((0.05 + 0.9 * u) * x.float()).byte()        # towards black
+
+
+def colour(x, u):
     f = x.float()
-    grey = TF.rgb_to_grayscale(f)                       # (N, 1, S, S)
-    mean = grey.mean((1, 2, 3), keepdim=True)
+    return toward(TF.rgb_to_grayscale(f), f, u)
+
+
+def contrast(x, u):
+    f = x.float()
+    return toward(TF.rgb_to_grayscale(f).mean((1, 2, 3), keepdim=True), f, u)
+
+
+def sharpness(x, u):
+    f = x.float()
     around = F.avg_pool2d(F.pad(f, (1, 1, 1, 1), mode="replicate"), 3, stride=1)        # mean of 3 x 3 pixels
     smooth = (9 * around + 4 * f) / 13                  # PIL's SMOOTH: weight 5 in the middle, 1 around it
-    keep = 0.05 + 0.9 * u                               # FixMatch: in [0.05, 0.95]
+    return toward(smooth, f, u)
+
+
+def posterise(x, u):
     level = 2 ** (4 - (5 * u).floor())                  # FixMatch: 4 to 8 of the 8 bits remain
-    return (TF.autocontrast(x), TF.equalize(x),
-            (keep * f).byte(),                          # brightness: towards black
-            (keep * f + (1 - keep) * grey).byte(),      # colour: towards grey
-            (keep * f + (1 - keep) * mean).byte(),      # contrast: towards the mean
-            (keep * f + (1 - keep) * smooth).byte(),    # sharpness: towards the blurred image
-            ((f / level).floor() * level).byte(),       # posterise
-            torch.where(f < 256 * u, x, 255 - x))       # solarise: invert pixels above the threshold
+    return ((x.float() / level).floor() * level).byte()
+
+
+def solarise(x, u):
+    return torch.where(x.float() < 256 * u, x, 255 - x)         # invert pixels above the threshold
+
+
+# Numbers 0 to 7, each with strength u in [0, 1), (N, 1, 1, 1).
+COLOUR_OPS = autocontrast, equalize, brightness, colour, contrast, sharpness, posterise, solarise
 
 
 def move(x, op, u):

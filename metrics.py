@@ -13,8 +13,9 @@ import distributed
 import progress
 from models import classify
 
-# We chose both limits: images per forward pass, and their pixels (at most 167 images of 224 x 224 pixels).
-EVAL_BATCH, EVAL_PIXELS = 1024, 2 ** 23
+# We chose these limits: images per forward pass, and their pixels (at most 167 images of 224 x 224 pixels).
+# On a CPU, the maps of more images do not fit into its cache (docs/speed.md).
+EVAL_BATCH, CPU_EVAL_BATCH, EVAL_PIXELS = 1024, 256, 2 ** 23
 # Images to measure at an evaluation; we chose these numbers. With quick evaluations, ten of them take less
 # than 5 % of 1000 steps of CRAE.
 SAMPLE = 10_000                         # unlabelled images
@@ -74,8 +75,10 @@ def differ(net, ema):
     return torch.stack([(live != mean).any() for live, mean in pairs]).any().item()
 
 
-def eval_batch(images):
-    return max(4, min(EVAL_BATCH, EVAL_PIXELS // images.shape[-1] ** 2))
+def eval_batch(images, device=None):
+    """Images per forward pass. None: for BN statistics, which depend on the batch but not on the device."""
+    most = CPU_EVAL_BATCH if device and device.type == "cpu" else EVAL_BATCH
+    return max(4, min(most, EVAL_PIXELS // images.shape[-1] ** 2))
 
 
 def error_rates(net, images, labels, index, watch=progress.unwatched, words="images"):
@@ -84,7 +87,7 @@ def error_rates(net, images, labels, index, watch=progress.unwatched, words="ima
         return None, None
     wrong = torch.zeros(2, dtype=torch.int64, device=labels.device)
     local = index[distributed.rank()::distributed.world()]
-    batches = data.test_batches(images, local, eval_batch(images), labels.device)
+    batches = data.test_batches(images, local, eval_batch(images, labels.device), labels.device)
     for x, i in watch(words, batches, len(local)):
         logits, y = classify(net, augmentation.scale(x)), labels[i.to(labels.device, non_blocking=True)]
         first = logits.argmax(1, keepdim=True)                  # (n, 1)
@@ -104,7 +107,7 @@ def measure_unlabeled(net, images, labels, index, num_classes, p_z, watch=progre
     unknown, wrong, right, cells = found.split([1, 1, 1, num_classes * K])      # views of `found`
     unknown += (labels[index.to(device)] < 0).sum()
     local = index[distributed.rank()::distributed.world()]
-    batches = data.test_batches(images, local, eval_batch(images) // 4, device)
+    batches = data.test_batches(images, local, eval_batch(images, device) // 4, device)
     for x, i in watch("unlabelled images", batches, len(local)):
         x, z = augmentation.rotate4(x) if K else (x, None)      # (4n, 3, H, W), (4n,)
         class_logits, _, rot_logits = net(augmentation.scale(x))

@@ -34,10 +34,10 @@ class WideBlock(nn.Module):
         self.shortcut = nn.Conv2d(c_in, c_out, 1) if c_in != c_out else nn.Identity()
 
     def forward(self, x):
-        h = F.leaky_relu(self.bn1(x), 0.1)                      # conv1 always takes the activated input
+        h = leaky_relu_(self.bn1(x))                            # conv1 always takes the activated input
         x = h if self.activate_shortcut else x                  # the shortcut only in the very first block
-        h = F.leaky_relu(self.bn2(self.conv1(h)), 0.1)
-        return self.shortcut(x[:, :, ::self.stride, ::self.stride]) + self.conv2(h)
+        h = leaky_relu_(self.bn2(self.conv1(h)))
+        return self.conv2(h).add_(self.shortcut(x[:, :, ::self.stride, ::self.stride]))
 
 
 class WideResNet(nn.Module):
@@ -63,7 +63,12 @@ class WideResNet(nn.Module):
 
     def forward(self, x):
         h = self.blocks(self.conv(x))                           # (N, 4f, H/4, W/4)
-        return F.leaky_relu(self.bn(h), 0.1).mean((2, 3))       # (N, 4f)
+        return leaky_relu_(self.bn(h)).mean((2, 3))             # (N, 4f)
+
+
+def leaky_relu_(x):
+    """MixMatch: slope 0.1. In place, like relu_ and add_ in this file: no backward pass needs the input."""
+    return F.leaky_relu_(x, 0.1)
 
 
 class Bottleneck(nn.Module):
@@ -81,11 +86,11 @@ class Bottleneck(nn.Module):
         self.project = nn.Conv2d(c_in, c_out, 1, stride, bias=False) if stride > 1 or c_in != c_out else None
 
     def forward(self, x):
-        h = F.relu(self.bn1(x))
+        h = self.bn1(x).relu_()
         x = self.project(h) if self.project else x
-        h = F.relu(self.bn2(self.conv1(h)))
-        h = F.relu(self.bn3(self.conv2(h)))
-        return x + self.conv3(h)
+        h = self.bn2(self.conv1(h)).relu_()
+        h = self.bn3(self.conv2(h)).relu_()
+        return x + self.conv3(h)                                # add_ would change the strides of 1 x 1 maps
 
 
 class ResNet50v2(nn.Module):
@@ -109,7 +114,7 @@ class ResNet50v2(nn.Module):
 
     def forward(self, x):
         h = self.blocks(F.max_pool2d(self.conv(x), 3, 2, padding=1))            # (N, 2048, H/32, W/32)
-        return F.relu(self.bn(h)).mean((2, 3))                  # (N, 2048)
+        return self.bn(h).relu_().mean((2, 3))                  # (N, 2048)
 
 
 class FastNet(nn.Module):

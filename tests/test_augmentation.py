@@ -173,7 +173,7 @@ def photos(N=12, size=20):
 
 def test_colour_operations_agree_with_torchvision_on_single_images():
     x, u = photos(), torch.linspace(0, 0.99, 12).view(-1, 1, 1, 1)
-    ops = augmentation.colour_ops(x, u)
+    ops = [recolour(x, u) for recolour in augmentation.COLOUR_OPS]
     for i in range(12):
         keep, image = 0.05 + 0.9 * u[i].item(), x[i]
         expected = [TF.autocontrast(image), TF.equalize(image), TF.adjust_brightness(image, keep),
@@ -214,8 +214,8 @@ def test_moves_are_rotation_shear_and_translation_of_each_image():
 
 
 def test_two_operations_are_drawn_per_image_and_all_equally_often(monkeypatch):
-    colours = [torch.full((1, 3, 8, 8), 10 + k, dtype=torch.uint8) for k in range(8)]
-    monkeypatch.setattr(augmentation, "colour_ops", lambda x, u: colours)
+    colours = [lambda x, u, k=k: torch.full_like(x, 10 + k) for k in range(8)]
+    monkeypatch.setattr(augmentation, "COLOUR_OPS", colours)
     monkeypatch.setattr(augmentation, "move", lambda x, op, u: torch.zeros_like(x) + op.byte() + 10)
     monkeypatch.setattr(augmentation, "cutout", lambda x, gen: x)
     x = augmentation.strong_augment(torch.zeros(20_000, 3, 8, 8, dtype=torch.uint8), generator())
@@ -241,6 +241,20 @@ def test_cutout_greys_one_square_of_up_to_half_the_size_anywhere():
     assert often.min() > 0.02 and len(height.unique()) == size // 2 + 1         # every pixel, every size
 
 
+@pytest.mark.parametrize("N, size", [(1, 8), (5, 20), (300, 16)])
+def test_operations_on_the_images_that_drew_them_are_those_of_the_whole_batch(N, size, monkeypatch):
+    """What a CPU computes and what a GPU computes, bit by bit, in both memory layouts."""
+    x = photos(N, size)
+    for seed in range(5):
+        for layout in torch.contiguous_format, torch.channels_last:
+            images = x.contiguous(memory_format=layout)
+            before, drawn = images.clone(), augmentation.strong_augment(images, generator(seed))
+            with monkeypatch.context() as patch:
+                patch.setattr(augmentation, "apply_to_drawn", augmentation.apply_to_all)
+                assert torch.equal(augmentation.strong_augment(images, generator(seed)), drawn)
+            assert torch.equal(images, before)          # the operations leave the batch as it is
+
+
 def test_strong_augmentation_is_repeatable_and_strong():
     x = photos(64)
     a, b, c = (augmentation.strong_augment(x, generator(s)) for s in (0, 0, 1))
@@ -253,7 +267,7 @@ def test_strong_augmentation_is_repeatable_and_strong():
 
 
 def test_strong_augmentation_ends_with_cutout(monkeypatch):
-    monkeypatch.setattr(augmentation, "colour_ops", lambda x, u: [x] * 8)
+    monkeypatch.setattr(augmentation, "COLOUR_OPS", [lambda x, u: x] * 8)
     monkeypatch.setattr(augmentation, "move", lambda x, op, u: x)
     x = torch.zeros(500, 3, 16, 16, dtype=torch.uint8)
     grey = (augmentation.strong_augment(x, generator()) == 127).flatten(1).any(1)

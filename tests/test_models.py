@@ -222,3 +222,43 @@ def test_float32_and_other_devices_use_plain_convolutions():
     assert not models.is_small_bf16(torch.zeros(1, 1, 2, 2))
     assert not models.is_small_bf16(torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16, device="meta"))
     assert models.is_small_bf16(torch.zeros(1, 1, 2, 2, dtype=torch.bfloat16))
+
+
+def plain_leaky_relu(x):
+    return F.leaky_relu(x, 0.1)
+
+
+def plain_block(block, x):
+    """WideBlock.forward with a new tensor for every activation."""
+    h = plain_leaky_relu(block.bn1(x))
+    x = h if block.activate_shortcut else x
+    h = plain_leaky_relu(block.bn2(block.conv1(h)))
+    return block.shortcut(x[:, :, ::block.stride, ::block.stride]) + block.conv2(h)
+
+
+def plain_bottleneck(block, x):
+    h = F.relu(block.bn1(x))
+    x = block.project(h) if block.project else x
+    h = F.relu(block.bn2(block.conv1(h)))
+    return x + block.conv3(F.relu(block.bn3(block.conv2(h))))
+
+
+@pytest.mark.parametrize("arch, size, block", [
+    ("wrn-16-1", 8, (models.WideBlock, plain_block)),
+    ("resnet50v2", 32, (models.Bottleneck, plain_bottleneck))])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_activations_in_place_change_no_bit(arch, size, block, precision, monkeypatch):
+    torch.manual_seed(0)
+    net = make_model(arch, 10, rot_heads=10).to(memory_format=torch.channels_last)
+    x, (kind, plain), found = torch.randn(4, 3, size, size, requires_grad=True), block, []
+    for _ in range(2):
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = sum(logits.float().logsumexp(-1).mean() for logits in net(x))
+        grad_x, = torch.autograd.grad(loss, x, retain_graph=True)
+        loss.backward()
+        found.append([loss, grad_x, *(p.grad for p in net.parameters())])
+        monkeypatch.setattr(kind, "forward", plain)
+        monkeypatch.setattr(models, "leaky_relu_", plain_leaky_relu)
+        monkeypatch.setattr(torch.Tensor, "relu_", F.relu)      # the last one of ResNet50v2
+    assert all(map(torch.equal, *found))
