@@ -317,7 +317,7 @@ def test_which_datasets_have_the_fast_recipe(tmp_path):
         assert presets.for_dataset(dataset)["arch"] in ("wrn-28-2", "wrn-28-8.4375", "resnet50v2")
         if dataset != "imagenet":
             preset = presets.for_dataset(dataset, recipe="fast")
-            assert (preset["arch"], preset["image_size"]) == (SHARED["arch"], 24)
+            assert (preset["arch"], preset["image_size"]) == (SHARED["arch"], 26)
             assert preset["validation"] == presets.NAMED[dataset]["validation"]
     with pytest.raises(cli.Refused, match="--recipe fast: .* imagenet"):
         train_crae.configure(dataset="imagenet", recipe="fast")
