@@ -27,8 +27,8 @@ def plot_demo(curves, examples, title, path):
     axes.legend()
     axes.grid(alpha=0.3)
     first, second = curves
-    right.suptitle(f"read wrong by “{first}” (grey), right by {second} (blue)", fontsize=10)
-    cells = right.subplots(3, 4).flat if examples else ()
+    right.suptitle(f"grey: {first} (wrong); blue: {second} (right)", fontsize=10)
+    cells = [*right.subplots(3, 4).flat] if examples else []
     for cell in cells:
         cell.axis("off")
     for cell, example in zip(cells, examples):
