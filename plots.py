@@ -336,6 +336,7 @@ def plot_diversity(errors, panels, title, path):
         classes = panel["classes"] if axes is all_axes[0] else ()
         shown = show_diversity(axes, panel["matrix"], caption, classes)
         axes.set_xlabel("rotation head", fontsize=9)
+        axes.tick_params(labelleft=axes is all_axes[0])         # the rows of all panels are the same
     below.colorbar(shown, ax=list(all_axes))
     all_axes[0].set_ylabel("class", fontsize=9)
     save_figure(figure, path)

@@ -200,7 +200,7 @@ def in_table_order(methods):
 
 
 def labels_figure(runs, dataset, with_paper):
-    """plot_labels: errors against the number of labels. Empty if no finished run can be shown."""
+    """plot_labels: errors against the number of labels. Empty without finished runs, or for a single one."""
     runs = [r for r in runs if r["finished"] and isinstance(r["labels"], int) and r["own_dim"]]
     paper = {}                              # the paper's own result comes before one that it quotes
     for row in presets.paper_numbers() if with_paper else ():
@@ -211,7 +211,7 @@ def labels_figure(runs, dataset, with_paper):
         counts = sorted({r["labels"] for r in runs if r["method"] == method})
         ours = [(n, errors_of(runs, method, n)) for n in counts]
         methods.append(dict(name=name, colour=colour, ours=ours, paper=sorted(paper.get(method, {}).items())))
-    return methods if runs else []
+    return methods if len(runs) > 1 or runs and with_paper else []
 
 
 def curves_figure(runs):
