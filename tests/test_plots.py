@@ -63,7 +63,7 @@ def test_the_contact_sheet_has_every_image_once_and_all_numbers(tmp_path, figure
             assert np.array_equal(pixels[y:y + size:11, x:x + size:11], cells[r, k, i])
     texts = [text.get_text() for text in axes.texts]
     assert texts[:6] == ["title", "first", "", "last", "an $ant_1$", "bee"]
-    assert texts[6:] == ["images", "all", "labelled", "7", "4", "3", "unlabelled", "1,234", "–", "–"]
+    assert texts[6:] == ["images", "all", "labelled", "7", "4", "3", "unlabelled", "1,234", "?", "?"]
 
 
 def test_the_contact_sheet_counts_all_of_many_classes(tmp_path, figures):

@@ -181,7 +181,7 @@ def test_own_data_of_the_same_name_is_another_dataset(tmp_path):
     assert "- /a/x.npz" not in text
     images = [name.split(")")[0] for name in text.split("](")[1:]]
     assert all(" " not in name for name in images)
-    assert len(set(images)) == len(images) and len(images) >= 11
+    assert len(set(images)) == len(images) and len(images) >= 7
 
 
 def test_other_settings_and_other_folders_are_kept_apart_and_named(tmp_path, figures, capsys):
