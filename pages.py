@@ -17,9 +17,9 @@ td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; 
 th { background: #f2f2f2; }
 img { display: block; max-width: 100%; height: auto; }
 @media (max-width: 40rem) {
-  table { font-size: 0.7rem; }
-  th, td { padding: 0.15rem 0.3rem; white-space: normal; }
-  td:first-child { min-width: 5.5rem; }
+  table { font-size: 0.65rem; }
+  th, td { padding: 0.15rem 0.25rem; white-space: normal; }
+  td:first-child { min-width: 4.5rem; }
 }"""
 
 
