@@ -30,11 +30,13 @@ rotation_dim      CRAE with fewer and fewer features in front of the rotation he
                   the parameters, time and memory of the heads
 diversity         the diversity matrices of CRAE and CRAE+ as figures, and the mean of
                   their diagonals for every epoch
-compare           which method for my data: labelled-only, S4L, CRAE, CRAE+ and MixMatch"""),
+compare           which method for my data: labelled-only, S4L, CRAE, CRAE+ and MixMatch, with
+                  the fast recipe"""),
     "dataset": (str, "digits", "as for train_crae.py"),
     "labels": ([cli.count], None, "numbers of labelled images, for example 250,4000, or shares such as 10% "
                                   "(default: the preset's)"),
     "recipe": cli.DATASET_FLAGS["recipe"],
+    "labels_file": cli.DATASET_FLAGS["labels_file"],
     "seeds": ([int], [0], "seeds, for example 0,1,2"),
     "steps": (int, None, "training steps of each run (default: the preset's)"),
     "minutes": (float, None, "minutes per run instead of --steps"),
@@ -44,6 +46,7 @@ compare           which method for my data: labelled-only, S4L, CRAE, CRAE+ and 
     "image_size": cli.RUN_FLAGS["image_size"],
     "flip": cli.RUN_FLAGS["flip"],
     "data_dir": cli.RUN_FLAGS["data_dir"],
+    "skip_broken": cli.RUN_FLAGS["skip_broken"],
     "out": (str, "runs", "folder of the runs; tables and figures are written to its _ablations/"),
     "jobs": (int, 1, "runs at the same time; they share the CPU cores or the GPUs"),
     "processes": (int, 1, "processes per run, each with its own GPU (torchrun)"),
@@ -108,6 +111,8 @@ def ablate(table, dataset, labels, seeds, jobs, processes, out, device, dry_run,
     """
     cli.refuse_torchrun("ablations.py; --jobs distributes runs over the GPUs")
     check_sweep(seeds, jobs, processes, out, device)
+    if table == "compare" and dataset != "imagenet":            # which has no fast recipe
+        others["recipe"] = others["recipe"] or "fast"
     preset = presets.for_dataset(dataset, recipe=others["recipe"])
     labels, seeds = list(dict.fromkeys(labels or [preset["labels"]])), list(dict.fromkeys(seeds))
     common = dict(dataset=dataset, device=device, **others)
@@ -121,6 +126,7 @@ def ablate(table, dataset, labels, seeds, jobs, processes, out, device, dry_run,
             row.pop("heads")
     runs = [sweeps.plan_run(row | common | dict(labels=n, seed=seed), out)
             for n in labels for row in rows for seed in seeds]
+    runs = list({run["folder"]: run for run in runs}.values())  # S4L has weight 2 in the fast recipe anyway
     for run in runs:
         if run_folder.holds_anything(run["folder"]):
             run_folder.refuse_other_flags(run["config"] | dict(out=str(run["folder"])))
@@ -130,7 +136,7 @@ def ablate(table, dataset, labels, seeds, jobs, processes, out, device, dry_run,
     with run_folder.locked(out):
         failed = sweeps.sweep(runs, jobs, processes, device)
     done = [run for run in runs if sweeps.is_finished(run)]
-    shown = show_table(table, done, [n or "all" for n in labels], num_classes, Path(out))
+    shown = show_table(table, done, num_classes, Path(out))
     if failed:
         raise cli.Refused(f"{len(failed)} of {len(runs)} runs failed; the first is {failed[0]}")
     return shown
@@ -211,13 +217,14 @@ def check_splits(table, configs):
 # ---------------------------------------------------------------- the tables
 
 
-def show_table(table, runs, labels, num_classes, out):
+def show_table(table, runs, num_classes, out):
     """Print the table and write it to _ablations/ with its figures. Returns its rows."""
     folder = out / "_ablations"
     run_folder.make_folder(folder)
     if not runs:
         return []
     done = [results.read_run(run["folder"]) for run in runs]
+    labels = list(dict.fromkeys(r["labels"] for r in done))     # as results.label_count writes them
     setting = report.file_name(report.setting_of(done[0]))
     dataset = "_".join(filter(None, [report.file_name(done[0]["dataset"]), setting]))
     if table == "rotation_dim":
@@ -230,13 +237,14 @@ def show_table(table, runs, labels, num_classes, out):
         rows = method_table(table, done, labels)
     if not rows:
         return []
-    path = folder / f"{table}_{dataset}_{'_'.join(map(str, labels))}.csv"       # one file per setting
+    # One file per setting.
+    path = folder / f"{table}_{dataset}_{'_'.join(map(str, labels)).replace(' ', '-')}.csv"
     run_folder.write_whole(path, lambda tmp: run_folder.write_rows(tmp, rows, "w"))
     print_table(rows)
-    if table == "compare":
-        print("\n".join(verdict([row for row in rows if row["labels"] == n], n) for n in labels))
     figures = ", ".join(p.name for p in sorted(folder.glob(f"{table}_{dataset}*.png"))) or "no figures"
     print(f"{path}, {figures}; for all tables and figures: python report.py {out}")
+    if table == "compare":
+        print("\n".join(verdict([row for row in rows if row["labels"] == n], n) for n in labels))
     return rows
 
 
@@ -263,18 +271,23 @@ def method_table(table, done, labels):
 
 
 def compare_table(done, labels):
-    """One row per number of labels and method, the lowest error first, with 95 % intervals."""
+    """One row per number of labels and method, the lowest error first, with 95 % intervals.
+
+    The steps show whether --minutes gave every method enough of them.
+    """
     rows = []
     for n in labels:
-        of_labels = [r for r in done if str(r["labels"]) == str(n)]
+        of_labels, of_methods = [r for r in done if r["labels"] == n], []
         for method in dict.fromkeys(r["method"] for r in of_labels):
             runs = [r for r in of_labels if r["method"] == method]
             errors = [r["saved_error"] for r in runs]
             low, high = (statistics.mean(ends) for ends in zip(*(r["interval"] for r in runs)))
-            rows.append(dict(labels=n, method=report.METHODS[method], error=report.mean_std(errors),
-                             low=f"{low:.2f}", high=f"{high:.2f}",
-                             minutes=f"{statistics.mean(r['seconds'] for r in runs) / 60:.1f}"))
-    return sorted(rows, key=lambda row: (str(row["labels"]), float(row["error"].split()[0])))
+            of_methods.append(dict(labels=n, method=report.METHODS[method], error=report.mean_std(errors),
+                                   low=f"{low:.2f}", high=f"{high:.2f}",
+                                   steps=f"{statistics.mean(r['steps'] for r in runs):.0f}",
+                                   minutes=f"{statistics.mean(r['seconds'] for r in runs) / 60:.1f}"))
+        rows += sorted(of_methods, key=lambda row: float(row["error"].split()[0]))
+    return rows
 
 
 def verdict(rows, labels):

@@ -30,8 +30,9 @@ export    a torch.export program, RUN/model.pt2: torch.export.load(...).module()
 explain   a figure that shows how CRAE or CRAE+ predicts the rotation of one test image"""),
     "run": (str, cli.WORD, "folder of a finished run"),
     "images": (str, cli.WORDS, "predict, embed: image files, or folders that are searched for images"),
-    "other": (str, None, "test: test on other labelled images of the same classes, a folder OTHER/<class>/* "
-                         "or OTHER/test/<class>/*, or an .npz file with test_images and test_labels; "
+    "other": (str, None, "test: test on other labelled images of the same classes, a folder OTHER/<class>/*, "
+                         "OTHER/test/<class>/* or OTHER/val/<class>/*, or an .npz file with test_images and "
+                         "test_labels; "
                          "written to RUN/evaluation/other_<name>/"),
     "top": (int, None, "test, predict: the TOP most probable classes instead of one column per class"),
     "image": (int, None, "explain: index of the image in the test set "
@@ -224,7 +225,7 @@ def test(net, saved, run, other, top, place, batch):
         "scores.json": lambda tmp: tmp.write_text(json.dumps(scores, indent=2) + "\n"),
     }.items():
         run_folder.write_whole(out / name, write)
-    predictions.write_wrong(images, index, p, y, classes, out / "wrong.png")
+    predictions.write_wrong(images, index, names, p, y, classes, out / "wrong.png")
     print_scores(f"{run}{f' on {other}' if other else ''}", out, scores, per_class)
     predicted = p.argmax(1).unique()
     if len(predicted) == 1:
@@ -314,12 +315,16 @@ def find_images(arguments):
 
 
 def images_in(folder):
-    """All images in a folder, and files that look like images. Links that leave it are not followed."""
+    """All images in a folder, and files that look like images.
+
+    As in training, hidden folders are ignored. Links that leave the folder are not followed.
+    """
     outside = "a link that leaves the folder"
     files = sorted(p for p in folder.rglob("*") if not p.is_dir())
-    inside = [p for p in files if listing.is_image(p)]
+    visible = [p for p in files if not listing.is_in_hidden_folder(str(p), folder)]
+    inside = [p for p in visible if listing.is_image(p)]
     found = [(p, None if stays_in(p, folder) else outside) for p in inside]
-    unread = [(p, listing.why_unread(p)) for p in files if listing.why_unread(p)]
+    unread = [(p, listing.why_unread(p)) for p in visible if listing.why_unread(p)]
     found += unread
     others = len(files) - len(found)
     if others:

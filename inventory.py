@@ -78,8 +78,8 @@ def print_notes(images, labels, split, classes):
     missing = [name for name, n in zip(classes, counts) if not n]
     if missing:
         shown = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
-        print(f"note: {len(missing)} of {len(classes)} classes have no test images ({shown}); "
-              "the test error says nothing about them")
+        print(f"note: the test set has no images of {len(missing)} of {len(classes)} classes ({shown}), "
+              "so the test error says nothing about them")
     training = np.union1d(split["labeled"], split["unlabeled"])
     counts = np.bincount(labels[training][labels[training] >= 0], minlength=len(classes))
     most, fewest = counts.argmax(), counts.argmin()

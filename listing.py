@@ -66,7 +66,8 @@ def is_hidden(name):
 
 
 def is_in_hidden_folder(file, root):
-    if os.sep + "." not in file and "__MACOSX" not in file:     # fast, for the million files of ImageNet
+    # Fast, for the million files of ImageNet.
+    if os.sep + "." not in os.sep + file and "__MACOSX" not in file:
         return False
     return any(map(is_hidden, Path(os.path.relpath(file, root)).parts[:-1]))
 

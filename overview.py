@@ -37,8 +37,10 @@ def panel(runs, dataset, folder, names):
     chosen = sorted((r for r in runs if r["dataset"] == dataset), key=lambda r: r["saved_error"])
     some = f", the {SHOWN} lowest of {len(chosen)} errors" if len(chosen) > SHOWN else ""
     order = list(names)
+    known = f"{Path(dataset).name.removesuffix('.npz')}_"       # default names start with it
     return dict(title=f"{dataset}{some}",
-                runs=[dict(name=run_name(r, folder), method=names.get(r["method"], r["method"]),
+                runs=[dict(name=run_name(r, folder).removeprefix(known),
+                           method=names.get(r["method"], r["method"]),
                            colour=order.index(r["method"]) if r["method"] in names else None,
                            error=r["saved_error"], interval=r["interval"]) for r in chosen[:SHOWN]])
 

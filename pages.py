@@ -3,7 +3,8 @@ import base64
 import html
 import re
 
-# Our choices: text of a readable width; on a phone, wide tables and figures scroll instead of the page.
+# Our choices: text of a readable width. On a phone, tables are compact and figures fit the screen, because a
+# reader can enlarge a figure but cannot see what is cut off; tables that are still too wide scroll.
 STYLE = """\
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 60rem; margin: 0 auto; padding: 1rem; }
 h1, h2, h3 { line-height: 1.25; overflow-wrap: anywhere; }
@@ -14,7 +15,12 @@ table { border-collapse: collapse; font-size: 0.9rem; }
 th, td { border: 1px solid #ccc; padding: 0.25rem 0.6rem; text-align: left; white-space: nowrap; }
 td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9rem; }
 th { background: #f2f2f2; }
-img { display: block; max-width: 100%; min-width: 34rem; height: auto; }"""
+img { display: block; max-width: 100%; height: auto; }
+@media (max-width: 40rem) {
+  table { font-size: 0.65rem; }
+  th, td { padding: 0.15rem 0.25rem; white-space: normal; }
+  td:first-child { min-width: 4.5rem; }
+}"""
 
 
 def write_page(lines, folder, title, path):

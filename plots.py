@@ -319,9 +319,9 @@ def plot_diversity(errors, panels, title, path):
 
     errors: [(epoch, error)]; panels: dicts with `epoch`, `matrix` (C, K), `diagonal` (its mean) and `classes`
     """
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5.6), layout="constrained")
     figure.suptitle(printable(title), fontsize=10, parse_math=False)
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
+    above, below = figure.subfigures(2, 1, height_ratios=[1, 1])
     curve = above.subplots()
     curve.plot(*zip(*errors), color="tab:red", marker="o" if len(errors) < 3 else "")
     curve.set(xlabel="epoch", ylabel="error of p(y|x),\nunlabelled images (%)", ylim=(0, None))
@@ -336,6 +336,7 @@ def plot_diversity(errors, panels, title, path):
         classes = panel["classes"] if axes is all_axes[0] else ()
         shown = show_diversity(axes, panel["matrix"], caption, classes)
         axes.set_xlabel("rotation head", fontsize=9)
+        axes.tick_params(labelleft=axes is all_axes[0])         # the rows of all panels are the same
     below.colorbar(shown, ax=list(all_axes))
     all_axes[0].set_ylabel("class", fontsize=9)
     save_figure(figure, path)

@@ -96,15 +96,15 @@ def write_predictions(files, decode, classify, classes, top, out, batch):
     """
     kept, failed = [], 0                                        # kept: (probability, image, caption)
     with out.open("w", newline="", encoding="utf-8", errors="surrogateescape") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*FIRST, *probability_columns(classes, top, FIRST)])
+        writer, columns = csv.writer(file, lineterminator="\n"), probability_columns(classes, top, FIRST)
+        writer.writerow([*FIRST, *columns])
         for paths, images, problems in decoded_batches(files, decode, batch):
             answers = iter(classify(to_tensor(images)) if images else ())
             images = iter(images)
             for path, problem in zip(paths, problems):
                 if problem:
                     failed += 1
-                    writer.writerow([path, "", "", problem])
+                    writer.writerow([path, "", "", problem, *("" for _ in columns)])
                     continue
                 p = next(answers)
                 value, name = p.max().item(), classes[p.argmax()]
@@ -172,8 +172,11 @@ def write_extremes(kept, total, path):
                      path)
 
 
-def write_wrong(images, index, p, y, classes, path):
-    """A sheet of the wrong predictions, most confident first. Without any, removes an earlier sheet."""
+def write_wrong(images, index, names, p, y, classes, path):
+    """A sheet of the wrong predictions, most confident first. Without any, removes an earlier sheet.
+
+    names: those of the files, which a reader may want to look at.
+    """
     confidence, predicted = p.max(1)
     wrong = (predicted != y).nonzero()[:, 0]
     if not len(wrong):
@@ -182,8 +185,8 @@ def write_wrong(images, index, p, y, classes, path):
     order = wrong[confidence[wrong].argsort(descending=True, stable=True)][:WRONG]
     shown = torch.cat([x for x, _ in data.test_batches(images, index[order], WRONG, "cpu")])
     cells = [(x.permute(1, 2, 0).numpy(),
-              f"{caption(classes[predicted[k]], confidence[k])}\ntrue: {plots.shorten(classes[y[k]], 13)}")
-             for x, k in zip(shown, order)]
+              f"{caption(classes[predicted[k]], confidence[k])}\ntrue: {plots.shorten(classes[y[k]], 13)}\n"
+              f"{plots.shorten_start(os.path.basename(names[k]))}") for x, k in zip(shown, order)]
     some = f" (the first {WRONG})" if len(wrong) > WRONG else ""
     heading = (f"{len(wrong):,} of {len(y):,} predictions are wrong; predicted and true class, "
                "most confident first")
@@ -212,16 +215,18 @@ def load_other(path, saved, decode):
 
 
 def read_other_folder(root, classes, decode):
-    """The images of root/test/<class>/* or of root/<class>/*. All must be readable."""
-    place = root / "test" if (root / "test").is_dir() else root
-    found = sorted(p.name for p in place.iterdir() if p.is_dir() and not p.name.startswith("."))
+    """The images of root/test/<class>/*, of root/val/<class>/* or of root/<class>/*. All must be readable."""
+    place = next((root / part for part in ("test", "val") if (root / part).is_dir()), root)
+    found = listing.subfolders(place)
     unknown = [name for name in found if name not in classes]
     if unknown or not found:
         problem = f"its folder {unknown[0]} is not a class of the run" if unknown else "has no class folders"
         raise cli.Refused(f"--other {root}: {problem}; name the folders after its classes: "
                           f"{', '.join(classes[:10])}{' ...' if len(classes) > 10 else ''}")
+    unread = [entry.path for entry in os.scandir(place) if entry.is_file()]     # in no folder of a class
     listed = [(Path(file), classes.index(name)) for name in found
-              for file in listing.list_images(place / name, [])]
+              for file in listing.list_images(place / name, unread)]
+    listing.print_unread(root, unread)
     if not listed:
         raise cli.Refused(f"--other {root}: contains no images; put them into one folder per class")
     with ThreadPoolExecutor() as pool:

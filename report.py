@@ -200,7 +200,10 @@ def in_table_order(methods):
 
 
 def labels_figure(runs, dataset, with_paper):
-    """plot_labels: errors against the number of labels. Empty if no finished run can be shown."""
+    """plot_labels: errors against the number of labels.
+
+    Empty if there is nothing to compare that runs.png does not show: other labels, seeds or the paper.
+    """
     runs = [r for r in runs if r["finished"] and isinstance(r["labels"], int) and r["own_dim"]]
     paper = {}                              # the paper's own result comes before one that it quotes
     for row in presets.paper_numbers() if with_paper else ():
@@ -211,7 +214,8 @@ def labels_figure(runs, dataset, with_paper):
         counts = sorted({r["labels"] for r in runs if r["method"] == method})
         ours = [(n, errors_of(runs, method, n)) for n in counts]
         methods.append(dict(name=name, colour=colour, ours=ours, paper=sorted(paper.get(method, {}).items())))
-    return methods if runs else []
+    seeds = max((len(errors) for m in methods for _, errors in m["ours"]), default=0)
+    return methods if with_paper and runs or seeds > 1 or len({r["labels"] for r in runs}) > 1 else []
 
 
 def curves_figure(runs):

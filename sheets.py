@@ -85,7 +85,10 @@ def plot_contact_sheet(cells, groups, shown, classes, counts, title, path):
 
 
 def write_counts(write, counts, shown, centres, right, top):
-    """The numbers of images below the classes that are shown; on the right, those of all classes."""
+    """The numbers of images below the classes that are shown; on the right, those of all classes.
+
+    A question mark: the part has images of unknown class, so there may be some of this class.
+    """
     write(LEFT - 8, top, "images", ha="right", weight="bold")
     write(right, top, "all", ha="center", weight="bold")
     for k, (part, numbers) in enumerate(counts.items()):
@@ -93,7 +96,7 @@ def write_counts(write, counts, shown, centres, right, top):
         write(LEFT - 8, y, part, ha="right")
         write(right, y, f"{sum(numbers):,}", ha="center")
         for x, number in zip(centres, np.asarray(numbers)[shown]):
-            write(x, y, f"{number:,}" if number else "–", ha="center")
+            write(x, y, f"{number:,}" if number else "?" if numbers[-1] else "–", ha="center")
 
 
 def plot_counts(axes, counts, classes):
@@ -115,14 +118,15 @@ def plot_counts(axes, counts, classes):
     axes.legend(fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
 
 
-# For plot_sheet, in inches. Our choices: eight images per row, each with two short lines below it.
-PER_ROW, IMAGE, SPACE, LINES, HEADING = 8, 1.2, 0.12, 0.42, 0.4
+# For plot_sheet, in inches. Our choices: eight images per row, each with a few short lines below it.
+PER_ROW, IMAGE, SPACE, CAPTION_LINE, HEADING = 8, 1.2, 0.12, 0.14, 0.4
 
 
 def plot_sheet(groups, path):
     """Images in rows of eight with a caption below each. groups: pairs of a heading and (image, caption)s."""
     rows = sum(-(-len(cells) // PER_ROW) for _, cells in groups)
-    width, below = PER_ROW * (IMAGE + SPACE) + SPACE, IMAGE + LINES
+    lines = 1 + max(caption.count("\n") for _, cells in groups for _, caption in cells)
+    width, below = PER_ROW * (IMAGE + SPACE) + SPACE, IMAGE + SPACE + lines * CAPTION_LINE
     height = rows * below + len(groups) * HEADING
     figure, top = Figure(figsize=(width, height)), height
     for heading, cells in groups:

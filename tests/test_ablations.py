@@ -53,7 +53,8 @@ def write_finished_run(folder, config):
 
 
 @pytest.mark.parametrize("table, methods", {
-    "self_supervised": ["labeled_only", "fine_tune", "s4l", "s4l_upright", "s4l_weight2", "crae"],
+    # S4L has weight 2 in the fast recipe, so it is trained once.
+    "self_supervised": ["labeled_only", "fine_tune", "s4l", "s4l_upright", "crae"],
     "state_of_the_art": ["labeled_only", "pi_model", "pseudo_label", "mixup", "vat", "mean_teacher",
                          "mixmatch", "ict", "swa", "fixmatch", "crae", "crae_plus"],
     "components": ["crae", "crae_ext1", "crae_plus", "no_rotation", "no_rotation_ext1", "crae_ext2",
@@ -118,21 +119,39 @@ def test_the_comparison_ends_with_an_honest_sentence(fake, monkeypatch, capsys):
     rows = ablations.ablate("compare", labels=[50], seeds=[0, 1])
     assert {row["method"] for row in rows} == {"Labeled-only", "S4L, class loss on upright copies", "CRAE",
                                                "CRAE+", "MixMatch"}
-    assert all(row["error"] == "10.50 ± 0.71 (2)" and row["minutes"] == "1.0" for row in rows)
-    printed = capsys.readouterr().out
-    assert "has the lowest error, but its 95 % interval overlaps with that of" in printed
+    assert all(row["error"] == "10.50 ± 0.71 (2)" and row["minutes"] == "1.0" and row["steps"] == "600"
+               for row in rows)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "has the lowest error, but its 95 % interval overlaps with that of" in last
     low, high = (sum(metrics.wilson(wrong, 500)[k] for wrong in (50, 55)) / 2 for k in (0, 1))
     assert (float(rows[0]["low"]), float(rows[0]["high"])) == pytest.approx((low, high), abs=0.01)
     apart = [dict(method="A", low="1", high="2"), dict(method="B", low="2.1", high="3")]
     assert ablations.verdict(apart, 50).startswith("With 50 labels, A has the lowest error, and its")
     apart[1]["low"] = "2"
     assert "overlaps with that of B:" in ablations.verdict(apart, 50)
+    rows = ablations.ablate("compare", labels=[100, 50])
+    assert [row["labels"] for row in rows] == [100] * 5 + [50] * 5              # in the order given
+
+
+def test_the_comparison_uses_the_fast_recipe_and_takes_a_table_of_labels(fake, tmp_path, monkeypatch, capsys):
+    files = helpers.make_image_folder(tmp_path / "pics", parts=["all"], n=8)
+    rows = [f"{name}/{i}.png,{name}" for name in ("a b", "ö") for i in range(4)]
+    (tmp_path / "labels.csv").write_text("\n".join(["image,label", *rows]) + "\n", encoding="utf-8")
+    shown = ablations.ablate("compare", dataset=files, labels_file="labels.csv")
+    assert {row["labels"] for row in shown} == {"listed"} and len(shown) == 5
+    assert capsys.readouterr().out.splitlines()[-1].startswith("With listed labels, ")
+    monkeypatch.setattr(sweeps, "print_plan", lambda runs, *rest: runs)
+    for dataset, recipe in dict(cifar10="fast", digits="fast").items():
+        runs = ablations.ablate("compare", dataset=dataset, dry_run=True)
+        assert {run["config"]["recipe"] for run in runs} == {recipe}
+    runs = ablations.ablate("compare", dataset="cifar10", recipe="paper", dry_run=True)
+    assert {run["config"]["recipe"] for run in runs} == {"paper"}
 
 
 def test_tables_share_their_runs(fake):
     for table in ablations.ROWS:
         ablations.ablate(table)
-    assert len(fake) == len(set(fake)) == 6 + 10 + 7 + 4 + 4 + 2
+    assert len(fake) == len(set(fake)) == 5 + 10 + 7 + 4 + 4 + 2
 
 
 @pytest.mark.parametrize("dataset, methods", {

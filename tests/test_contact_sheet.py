@@ -104,6 +104,13 @@ def test_ten_of_many_classes_and_no_classes(sheet):
     assert title == "where: images at 100 pixels"
 
 
+def test_a_question_mark_where_images_of_unknown_class_may_belong_to_a_class():
+    written = []
+    sheets.write_counts(lambda x, y, text, **style: written.append(text), {
+        "labelled": [1200, 0, 0], "unlabelled": [0, 3, 5]}, np.array([0, 1]), [0, 0], 0, 0)
+    assert written == ["images", "all", "labelled", "1,200", "1,200", "–", "unlabelled", "8", "?", "3"]
+
+
 def test_images_on_disk_are_augmented_as_they_are_read(sheet, tmp_path, monkeypatch):
     root = make_image_folder(tmp_path / "images", n=6)
     real, crops = folders.random_crop, []

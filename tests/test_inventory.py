@@ -211,7 +211,7 @@ def test_notes_on_small_test_sets_missing_classes_and_uneven_classes(capsys):
     assert notes(numbered(600), even, 100, capsys) == []        # less than a factor of ten
     missing = np.where((np.arange(600) >= 500) & (labels == 1), 0, labels)
     assert notes(numbered(600), missing, 100, capsys) == [
-        "note: 1 of 3 classes have no test images (b); the test error says nothing about them"]
+        "note: the test set has no images of 1 of 3 classes (b), so the test error says nothing about them"]
 
 
 def test_images_in_train_and_test_are_found_in_memory_and_on_disk(tmp_path, capsys):

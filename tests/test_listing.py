@@ -78,7 +78,7 @@ def test_a_class_without_test_images_is_a_note(tmp_path, capsys):
     (root / "test" / "c").rmdir()                               # b is empty, c is missing
     flags = dict(QUICK, dataset=str(root), labels=8, image_size=16, steps=1, out=str(tmp_path / "run"))
     assert train_crae.train(**flags)["step"] == 1
-    assert "note: 2 of 4 classes have no test images (b, c)" in capsys.readouterr().out
+    assert "note: the test set has no images of 2 of 4 classes (b, c)" in capsys.readouterr().out
     assert evaluate.use_model("test", str(tmp_path / "run"), device="cpu")["images"] == 8
 
 
@@ -186,13 +186,17 @@ def test_predict_has_a_row_with_an_error_for_each_unread_image(tmp_path, monkeyp
     for name in "notes.txt", "sub/list.csv":
         (folder / name).write_bytes(b"?")
     (tmp_path / "single.heic").write_bytes(b"?")
+    for name in ".ipynb_checkpoints", "sub/.cache":             # as in training, these are ignored
+        make_flat_folder(folder, {name: 1})
     capsys.readouterr()
     with pytest.raises(cli.Refused, match="3 of 5 files could not be read"):
         evaluate.use_model("predict", str(tmp_path / "run"), str(folder), str(tmp_path / "single.heic"),
                            out=str(tmp_path / "p.csv"), device="cpu")
-    assert f"{folder}: 2 other files ignored" in capsys.readouterr().out
+    assert f"{folder}: 4 other files ignored" in capsys.readouterr().out
     with (tmp_path / "p.csv").open() as file:
-        errors = {row["file"].rpartition("/")[2]: row["error"] for row in csv.DictReader(file)}
+        rows = list(csv.DictReader(file))
+    errors = {row["file"].rpartition("/")[2]: row["error"] for row in rows}
+    assert len(rows) == 5 and not any(None in row.values() for row in rows)     # as many cells as columns
     assert errors.keys() == {"0.png", "1.png", "a.heic", "b.svg", "single.heic"}
     assert not errors["0.png"] and ".svg files are not read; convert" in errors["b.svg"]
     assert "pillow-heif" in errors["a.heic"] and "pillow-heif" in errors["single.heic"]

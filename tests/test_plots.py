@@ -63,7 +63,7 @@ def test_the_contact_sheet_has_every_image_once_and_all_numbers(tmp_path, figure
             assert np.array_equal(pixels[y:y + size:11, x:x + size:11], cells[r, k, i])
     texts = [text.get_text() for text in axes.texts]
     assert texts[:6] == ["title", "first", "", "last", "an $ant_1$", "bee"]
-    assert texts[6:] == ["images", "all", "labelled", "7", "4", "3", "unlabelled", "1,234", "–", "–"]
+    assert texts[6:] == ["images", "all", "labelled", "7", "4", "3", "unlabelled", "1,234", "?", "?"]
 
 
 def test_the_contact_sheet_counts_all_of_many_classes(tmp_path, figures):
@@ -151,6 +151,16 @@ def test_the_figure_of_the_method_shows_ten_of_many_classes(tmp_path, figures):
         np.testing.assert_allclose([bar.get_height() for bar in result.patches], p_z[z])
         assert {len(t.get_text()) for t in bars.get_yticklabels()} == {11}
     assert any("(10 of 30)" in t.get_text() for t in figures[0].texts)
+
+
+def test_the_labels_of_the_diversity_figure_are_inside_it(tmp_path, figures):
+    names = [f"a long name of class {k}" for k in range(10)]
+    panels = [dict(epoch=k, matrix=np.eye(10), diagonal=1.0, classes=names) for k in range(4)]
+    plots.plot_diversity([(0, 80.0), (3, 60.0)], panels, "title", tmp_path / "x.png")
+    figure, = figures
+    labels = [axes.xaxis.label for axes in figure.axes if axes.get_xlabel() == "rotation head"]
+    assert len(labels) == 4
+    assert all(label.get_window_extent().y0 >= figure.bbox.y0 for label in labels)
 
 
 def test_a_sheet_has_each_image_above_its_caption_in_rows_of_eight(tmp_path, figures):

@@ -1,6 +1,7 @@
 """Tables, sheets and features of predictions, for the test set, for other labelled images and for files."""
 import csv
 import json
+import os
 
 import numpy as np
 import pytest
@@ -96,7 +97,7 @@ def test_every_test_image_has_a_row_and_wrong_ones_are_shown_most_confident_firs
     assert len(cells) == 40
     for (image, caption), (value, k, best) in zip(cells, wrong):
         np.testing.assert_array_equal(image, images[k].permute(1, 2, 0))
-        assert caption == f"{best}, {100 * value:.0f} %\ntrue: {labels[k]}"
+        assert caption == f"{best}, {100 * value:.0f} %\ntrue: {labels[k]}\ntest[{k}]"
     assert np.asarray(Image.open(run / "evaluation" / "wrong.png").convert("L")).std() > 10
 
 
@@ -131,9 +132,10 @@ def test_a_warning_if_one_class_is_always_predicted(run, tmp_path, capsys):
 def test_no_sheet_remains_when_nothing_is_wrong(run, tmp_path):
     images, labels = digits(torch.arange(4))
     path, p = tmp_path / "wrong.png", torch.eye(10)[labels].double()
-    predictions.write_wrong(images, torch.arange(4), p.roll(1, 1), labels, list("0123456789"), path)
+    names, classes = list("abcd"), list("0123456789")
+    predictions.write_wrong(images, torch.arange(4), names, p.roll(1, 1), labels, classes, path)
     assert path.exists()
-    predictions.write_wrong(images, torch.arange(4), p, labels, list("0123456789"), path)
+    predictions.write_wrong(images, torch.arange(4), names, p, labels, classes, path)
     assert not path.exists()
 
 
@@ -161,11 +163,13 @@ def test_the_rows_of_a_folder_name_its_files(tmp_path):
 # ---------------------------------------------------------------- other labelled data
 
 
-@pytest.mark.parametrize("inside", ["", "test"])
+@pytest.mark.parametrize("inside", ["", "test", "val"])
 def test_other_images_of_a_folder(inside, run, tmp_path, capsys):
     index = [i for i in range(200, 260) if digits(torch.tensor([i]))[1] != 7]
     files = save_digits(tmp_path / "new scans" / inside, index)
-    (tmp_path / "new scans" / ".ipynb_checkpoints").mkdir()     # no class
+    (tmp_path / "new scans" / inside / ".ipynb_checkpoints").mkdir()            # no class
+    for name in "3/a.svg", "b.png", "3/notes.txt":
+        (tmp_path / "new scans" / inside / name).touch()
     scores = call("test", run, "--other", tmp_path / "new scans")
     images, labels = digits(torch.tensor(index))
     right = [max(range(10), key=lambda c: p[c]) == y for p, y in zip(by_hand(run, images), labels)]
@@ -175,7 +179,11 @@ def test_other_images_of_a_folder(inside, run, tmp_path, capsys):
     assert rows.keys() == set(map(str, files))
     assert all(row["true class"] == file.split("/")[-2] for file, row in rows.items())
     assert json.loads((folder / "scores.json").read_text()) == scores
-    assert "has no images of 1 of 10 classes: 7" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "has no images of 1 of 10 classes: 7" in printed
+    for line in ("3/a.svg (.svg files are not read", "b.png (in no folder of a class)"):
+        assert f"not read: {os.path.join(inside, line)}" in printed
+    assert "not used: 1 other file (.txt)" in printed
 
 
 def test_other_images_of_an_npz_file(run, tmp_path):
