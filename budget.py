@@ -44,7 +44,7 @@ def fit_into_minutes(config, builds, loaded):
     steps = steps_in(seconds, config, *(sum(column) for column in zip(*times)))
     steps = -int(distributed.agree(-steps)[0])                  # the smallest number of all processes
     settings.set_steps(config, steps)
-    print(f"{steps} steps fit into {config['minutes']:g} minutes: "
+    print(f"{steps} {'step fits' if steps == 1 else 'steps fit'} into {config['minutes']:g} minutes: "
           f"{sum(step for step, *_ in times):.3g} s per step", flush=True)
 
 

@@ -51,15 +51,15 @@ def test_cores_and_gpus_are_distributed_over_the_runs(asked, monkeypatch, tmp_pa
 def test_each_process_of_a_run_has_its_own_gpu(asked, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     ablations.check_sweep([0], 2, 2, tmp_path, None)
-    run = sweeps.plan_run(dict(script="train_baselines.py", method="s4l", weight=2.0), tmp_path)
+    run = sweeps.plan_run(dict(script="train_baselines.py", method="s4l", weight=3.0), tmp_path)
     for slot in range(2):
         sweeps.start_run(run, slot, 2, 2, None)
     assert [env["CUDA_VISIBLE_DEVICES"] for _, env in asked] == ["0,1", "2,3"]
     assert [env["OMP_NUM_THREADS"] for _, env in asked] == ["2"] * 2
     words = [str(word) for word in asked[0][0][1:]]
     assert words == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                     str(helpers.HERE / "train_baselines.py"), "--method=s4l", "--weight=2.0",
-                     f"--out={tmp_path}/digits_100_s4l_weight2_0", "--resume"]
+                     str(helpers.HERE / "train_baselines.py"), "--method=s4l", "--weight=3.0",
+                     f"--out={tmp_path}/digits_100_s4l_weight3_0", "--resume"]
     for jobs, processes, gpus in (3, 2, 4), (1, 2, 1), (2, 2, 0):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         with pytest.raises(cli.Refused, match=f"need {jobs * processes} GPUs, but there are {gpus}"):
