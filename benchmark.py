@@ -1,20 +1,28 @@
-"""Measure the speed of a CRAE+ step and of its parts, in microseconds per image, and its memory.
+"""Compare training steps with the bare network, the matrix product and PIL: ratios, measured side by side.
 
-    python benchmark.py                                         WRN-28-2 at 32 pixels, 64 + 64 images per step
-    python benchmark.py --arch wrn-10-1 --batch 16
-    python benchmark.py --folder my_images/ --image_size 64     also batches from memory and from disk
+    python benchmark.py                                         WRN-28-2, 64 + 64 images; writes benchmark.csv
+    python benchmark.py --quick                                 16 + 16 images, two minutes on two idle cores
+    python benchmark.py scaling                                 time and memory against batch, classes, image
+                                                                size, width, processes; writes scaling.png
+    python benchmark.py --folder my_images/ --image_size 64     batches from memory and from disk
     python benchmark.py --calculate                             estimates for ImageNet on A100 and H100 GPUs
 """
 import cli
 
 FLAGS = {
-    "arch": (str, "wrn-28-2", "wrn-<depth>-<width> or resnet50v2"),
+    "parts": (("ratios", "scaling"), cli.WORDS, "ratios: the table; scaling: the figure (default: ratios)"),
+    "arch": (str, "wrn-28-2", "wrn-<depth>-<width>, fast-<width>-<width>-<width> or resnet50v2"),
     "classes": (int, 10, "number of classes and of rotation heads"),
     "image_size": (int, 32, "size in pixels"),
-    "batch": (int, 64, "labelled images per step, plus as many unlabelled ones"),
-    "repeats": (int, 5, "measurements of each part; the median is shown"),
+    "batch": (int, None, "labelled images per step, plus as many unlabelled ones (default: 64; 16 with "
+                         "--quick and for scaling)"),
+    "repeats": (int, None, "measurements of each function (default: 7; 3 with --quick and for scaling)"),
+    "quick": (bool, False, "fewer images, repetitions and rows"),
+    "busy": (bool, False, "for a machine that does other work: one thread, and CPU time instead of the time "
+                          "on the clock"),
     "device": cli.RUN_FLAGS["device"],
-    "folder": (str, None, "folder of images (train/<class>/*): also measure batches from memory and disk"),
+    "out": (str, ".", "folder for benchmark.csv, scaling.csv and scaling.png"),
+    "folder": (str, None, "folder of images (train/<class>/*): measure batches from memory and from disk"),
     "calculate": (bool, False, "calculate images per second, memory and traffic for ImageNet on GPUs; "
                                "measure nothing"),
 }
@@ -22,209 +30,353 @@ FLAGS = {
 if __name__ == "__main__":
     ARGUMENTS = cli.parse(FLAGS, __doc__)   # before torch is imported: a mistyped flag is reported at once
 
-import resource
-import statistics
+import os
+import subprocess
 import sys
-import time
+import tempfile
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
-from PIL import Image, ImageOps
-from torch.utils.flop_counter import FlopCounterMode
-from torchvision.transforms.v2 import functional as TF
 
 import augmentation
 import data
 import devices
+import estimates
+import losses
+import metrics
 import models
-import train_crae
-import training
+import run_folder
+import timing
 
 AT_ONCE = 8                             # batches per measurement; our choice, as workers deliver in bursts
-BATCHED = "augmentation and rotation, batched"                  # all parts are compared with this one
+HERE = Path(__file__).parent
 
 
 @cli.strict(FLAGS)
-def measure_speed(arch, classes, image_size, batch, repeats, device, folder, calculate):
-    """Measure every part and print one line each. Returns {part: microseconds per image} and the memory."""
+def measure_speed(parts, arch, classes, image_size, batch, repeats, quick, busy, device, out, folder,
+                  calculate):
+    """Measure and print the requested parts, and write their tables. Returns the rows."""
     if calculate:
-        return calculate_imagenet()
+        return estimates.calculate_imagenet()
     models.check_arch(arch)
+    small = quick or "scaling" in parts
+    batch = (16 if small else 64) if batch is None else batch
+    repeats = (3 if small else 7) if repeats is None else repeats
     limits = dict(classes=(classes, 2), image_size=(image_size, 8), batch=(batch, 1), repeats=(repeats, 1))
     for name, (value, least) in limits.items():
         if value < least:
             raise cli.Refused(f"--{name} {value}: must be {least} or more")
-    device = torch.device(devices.select(device))
-    parts = training_parts(arch, classes, image_size, batch, device)
-    print(f"{arch}, {image_size} pixels, {batch} + {batch} images per step, {device}, "
-          f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+    if not os.path.isdir(out):
+        raise cli.Refused(f"--out {out}: no such folder; create it, or omit the flag")
+    if "scaling" in parts and not arch.startswith("wrn"):
+        raise cli.Refused(f"--arch {arch}: scaling varies the width of wrn-<depth>-<width>")
+    at = SimpleNamespace(arch=arch, classes=classes, size=image_size, batch=batch, repeats=repeats,
+                         device=devices.select(device), quick=quick, busy=busy)
+    if busy and at.device != "cpu":
+        raise cli.Refused("--busy: CPU time says nothing about a GPU; omit the flag")
+    if busy:
+        torch.set_num_threads(1)
+    print(f"{arch}, {image_size} pixels, {batch} + {batch} images per step, {at.device}, "
+          f"{torch.get_num_threads()} threads{', CPU time' if busy else ''}, torch {torch.__version__}")
+    rows = []
     if folder:
-        parts |= folder_parts(folder, image_size, batch, device)
-    result = {}
-    for name, part in parts.items():
-        images = 2 * batch * (AT_ONCE if name.startswith("batches") else 1)
-        result[name] = 1e6 * median_seconds(part, repeats, device) / images
-        print(f"{name:<36} {result[name]:12,.1f} us/image   {result[name] / result[BATCHED]:10,.1f} x")
-    result["peak memory"] = peak_memory(device)
-    print(f"{'peak memory':<36} {result['peak memory']:12,.1f} GiB")
-    return result
+        return measure_folder(folder, at)
+    if "ratios" in parts or not parts:
+        rows += measure_ratios(at)
+        write_table(Path(out, "benchmark.csv"), rows)
+    if "scaling" in parts:
+        rows += measure_scaling(at, Path(out))
+    return rows
 
 
-# ---------------------------------------------------------------- measurements
+def write_table(path, rows):
+    run_folder.write_whole(path, lambda tmp: run_folder.write_rows(tmp, rows, "w"))
 
 
-def training_parts(arch, classes, image_size, batch, device):
-    """{name: function} for the parts of a step and for whole steps, on random images."""
-    torch.manual_seed(0)
-    images = torch.randint(0, 256, (2 * batch, image_size, image_size, 3), dtype=torch.uint8)
-    pil_images = [Image.fromarray(image.numpy()) for image in images]
-    images, labels = images.permute(0, 3, 1, 2).to(device), torch.randint(classes, (batch,), device=device)
-    net = models.make_model(arch, classes, classes).to(device, memory_format=torch.channels_last)
-    optimizer = training.make_adam(net, 0.002, 0.02)
-    gen = torch.Generator(device).manual_seed(0)
-    augment = partial(augmentation.flip_and_crop, flip=True, gen=gen)
-    autocast = devices.autocast(device, devices.default_precision(device, "fp32"))
-
-    def step(objective):
-        x_l, x_u = images[:batch], images[batch:]
-        with autocast():
-            terms = objective(net, x_l, labels, x_u, augment=augment, gen=gen, step=0, ema=net)
-        optimizer.zero_grad()
-        sum(terms.values()).backward()
-        optimizer.step()
-
-    common = dict(select="marginal", eta=1.0, aux="upright")
-    crae = partial(train_crae.crae, **common)
-    crae_plus = partial(train_crae.crae_plus, **common, eta2=1.0, temperature=0.5)
-    rotated = augmentation.scale(augmentation.rotate4(images)[0])               # (8 batch, 3, S, S)
-    return {
-        BATCHED: lambda: augmentation.scale(augmentation.rotate4(augment(images))[0]),
-        "augmentation and rotation, PIL loop": lambda: augment_one_by_one(pil_images),
-        "mixing": lambda: augmentation.mix(rotated, [batch] * 8, gen),
-        "step of CRAE": lambda: step(crae),
-        "step of CRAE+": lambda: step(crae_plus),
-    }
+# ---------------------------------------------------------------- ratios
 
 
-def augment_one_by_one(images):
-    """The plain alternative: pad, crop, flip and rotate PIL images in a loop, as DataLoader workers do."""
-    out = []
-    for image in images:
-        S = image.width
-        i, j = torch.randint(0, S // 4 + 1, (2,)).tolist()
-        if torch.rand(()) < 0.5:
-            image = ImageOps.mirror(image)
-        image = TF.crop(TF.pad(image, S // 8, padding_mode="reflect"), i, j, S, S)
-        for k in range(4):
-            x = TF.to_dtype(TF.to_image(image.rotate(90 * k)), torch.float32, scale=True)       # in [0, 1]
-            out.append(x * 2 - 1)
-    return torch.stack(out)
+def measure_ratios(at):
+    """Measure and print all rows of the table."""
+    print(f"\n| {'measurement':<74} | {'ratio':>6} | of medians | target  | met |\n"
+          f"|{'-' * 76}|-------:|-----------:|---------|-----|", flush=True)
+    rows = []
+    for measure in (step_rows, rate_rows, baseline_rows, augmentation_rows, evaluation_rows, loss_rows,
+                    head_rows, process_rows, import_rows):
+        for row in measure(at):
+            print(f"| {row['measurement']:<74} | {row['ratio']:>6} | {row['ratio_of_medians']:>10} | "
+                  f"{row['target']:<7} | {row['met']:<3} |", flush=True)
+            rows.append(row)
+    return rows
 
 
-def folder_parts(folder, image_size, batch, device):
-    """{name: function that fetches AT_ONCE batches}, from memory and from disk."""
+def compare(name, at, *functions, **more):
+    """The row of two functions that are measured in turn: ours and the reference."""
+    return make_row(name, *timing.in_turn(functions, at), **more)
+
+
+def make_row(name, ours, reference, target="", faster=False, factor=1.0, unit="ms"):
+    """A row of the table from two lists of seconds (or bytes).
+
+    The ratio is ours / reference, or with `faster` the reverse: how many times as fast we are. `factor`
+    multiplies it. The target is "", or a sign and a number such as "<= 1.05".
+    """
+    (ours, ours_median), (other, other_median) = map(timing.best_and_median, (ours, reference))
+    ratios = [factor * (b / a if faster else a / b) for a, b in ((ours, other), (ours_median, other_median))]
+    met = ""
+    if target:
+        sign, number = target.split()
+        met = "yes" if (ratios[0] <= float(number) if sign == "<=" else ratios[0] >= float(number)) else "no"
+    scale = dict(ms=1e3, MiB=2 ** -20)[unit]
+    return dict(measurement=name, ratio=f"{ratios[0]:.2f}", ratio_of_medians=f"{ratios[1]:.2f}",
+                target=target, met=met, ours=f"{scale * ours:.4g}", reference=f"{scale * other:.4g}",
+                unit=unit)
+
+
+def step_rows(at):
+    """Steps of CRAE and CRAE+ against passes of the bare network on as many ready images."""
+    copies = 8 * at.batch                                       # four rotations of 2 * batch images
+    bare = {}
+    for precision in "fp32", "bf16":
+        step, state, config = timing.step_of("crae", at, precision=precision)
+        bare[precision] = timing.bare_passes(state.net, at.size, state.autocast, trained=[copies])
+        yield compare(f"CRAE step / bare network, {precision}", at, step, bare[precision], target="<= 1.05")
+        finish_step = timing.after_backward(state, config)
+        yield compare(f"optimiser, EMA and bookkeeping / CRAE step, {precision}", at, finish_step, step,
+                      target="<= 0.02")
+        twice = timing.bare_passes(state.net, at.size, state.autocast, trained=[copies, copies])
+        step, *_ = timing.step_of("crae_plus", at, precision=precision)
+        yield compare(f"CRAE+ step / two passes of the bare network, {precision}", at, step, twice,
+                      target="<= 1.05")
+    yield compare("bare network, bf16 / fp32", at, bare["bf16"], bare["fp32"])
+    if not at.quick:
+        step, state, _ = timing.step_of("crae", at, compile=True)
+        compiled = timing.bare_passes(state.net, at.size, state.autocast, trained=[copies])
+        yield compare("CRAE step / bare network, fp32, both compiled", at, step, compiled, target="<= 1.05")
+
+
+def rate_rows(at):
+    """FLOP per second of the bare network against a matrix product, for two networks."""
+    fast = SimpleNamespace(**vars(at) | dict(arch="fast-32-128-128", size=24))  # presets.fast
+    for which, images in (at, 8 * at.batch), (fast, 320):       # the fast recipe: 128 + 192 copies per step
+        for precision in "fp32", "bf16":
+            _, state, config = timing.step_of("crae", which, precision=precision)
+            run = timing.bare_passes(state.net, which.size, state.autocast, trained=[images])
+            multiply, product_flops = matrix_product(config["device"], precision)
+            target = ">= 0.85" if which is fast and precision == "bf16" else ""
+            yield compare(f"FLOP/s of {which.arch} at {which.size} px / matrix product, {precision}", at, run,
+                          multiply, faster=True, factor=timing.flops_of(run) / product_flops, target=target)
+
+
+def matrix_product(device, precision):
+    """A function that multiplies two matrices, and its FLOPs. 2048: large enough for the best rate."""
+    n, kind = 2048, torch.bfloat16 if precision == "bf16" else torch.float32
+    a = torch.rand(n, n, device=device).to(kind)
+    return lambda: a @ a, 2 * n ** 3
+
+
+def baseline_rows(at):
+    """MixMatch, FixMatch and VAT against the passes of their networks."""
+    for method, of_method in passes_of_baselines(at.batch).items():
+        step, state, _ = timing.step_of(method, at)
+        bare = timing.bare_passes(state.net, at.size, state.autocast, **of_method)
+        yield compare(f"{method} step / its passes of the bare network, fp32", at, step, bare,
+                      target="<= 1.05")
+
+
+def passes_of_baselines(n):
+    """The arguments of timing.bare_passes, for n labelled images."""
+    return dict(mixmatch=dict(forward=[n, n], trained=[n, n, n]), fixmatch=dict(trained=[15 * n]),
+                vat=dict(forward=[n], into_images=[n], trained=[n, n, n]))
+
+
+def augmentation_rows(at):
+    """Weak and strong augmentation against PIL, image by image."""
+    n, gen = 7 * 64, torch.Generator(at.device).manual_seed(0)  # FixMatch's unlabelled images per step
+    pil, images = timing.pil_images(n, at.size), timing.random_data(2, at.size)[0][:n].to(at.device)
+
+    def rotations():
+        weak = augmentation.flip_and_crop(images, flip=True, gen=gen)
+        return augmentation.scale(augmentation.rotate4(weak)[0])
+
+    pairs = {"augmentation and four rotations": (rotations, partial(timing.pil_rotations, pil), ">= 39"),
+             "strong augmentation": (lambda: augmentation.strong_augment(images, gen),
+                                     partial(timing.pil_strong, pil), ">= 5")}
+    for name, (ours, theirs, target) in pairs.items():
+        row = compare("", at, ours, theirs, target=target, faster=True)
+        name += f", times as fast as PIL ({1e3 * float(row['ours']) / n:.0f} us per image)"
+        yield row | dict(measurement=name)
+
+
+def evaluation_rows(at):
+    """The test of a model against its bare forward pass at the best batch size."""
+    _, state, _ = timing.step_of("crae", at)
+    net, index = state.net.eval(), state.index["test"][:256 if at.quick else 1024]
+    x = timing.ready_images(len(index), at.size, at.device)
+
+    @torch.inference_mode()
+    def forward(size):
+        for part in x.split(size):
+            models.classify(net, part)
+
+    @torch.inference_mode()
+    def evaluate():
+        metrics.error_rates(net, state.images, state.labels, index)
+
+    sizes = [size for size in (32, 64, 128, 256, 512, 1024) if size <= len(index)]
+    ours, *others = timing.in_turn([evaluate, *(partial(forward, size) for size in sizes)], at)
+    best = min(range(len(sizes)), key=lambda k: min(others[k]))
+    yield make_row(f"evaluation / bare forward pass with {sizes[best]} images at a time, fp32", ours,
+                   others[best], target="<= 1.05")
+
+
+def loss_rows(at):
+    """The marginal rotation loss against softmax, einsum and log, with 1000 classes and 1024 images."""
+    N, C, device = 1024, 1000, at.device
+    z = torch.arange(N, device=device) % 4
+
+    def plain(class_logits, rot_logits, z):
+        p_z = torch.einsum("nk,nkz->nz", class_logits.softmax(-1), rot_logits.softmax(-1))
+        return torch.nn.functional.nll_loss(p_z.log(), z, reduction="none")
+
+    def forward(n, loss):
+        class_logits = torch.zeros(n, C, device=device, requires_grad=True)
+        rot_logits = torch.zeros(n, C, 4, device=device, requires_grad=True)
+        return loss(class_logits, rot_logits, z[:n]).mean()
+
+    both = losses.unlabeled_rotation_loss, plain
+    yield compare("marginal rotation loss / softmax-einsum-log, 1000 classes: time", at,
+                  *(lambda loss=loss: forward(N, loss).backward() for loss in both), target="<= 1")
+    kept = [devices.kept_for_backward(torch.nn.Module(), partial(forward, loss=loss))[1] for loss in both]
+    yield make_row("the same: memory kept for the backward pass", *([N * each] for each in kept),
+                   target="<= 1", unit="MiB")
+
+
+def head_rows(at):
+    """A step of ResNet50v2 with 1000 rotation heads on 16 features against a step without heads."""
+    n, size, C, device = (4, 64, 1000, at.device) if at.quick else (16, 128, 1000, at.device)
+    x, y = timing.ready_images(n, size, device), torch.arange(n, device=device)
+
+    def step(net):
+        net.zero_grad()
+        class_logits, _, rot_logits = net(x)
+        loss = losses.class_loss(class_logits, y)
+        if rot_logits is not None:
+            loss = loss + losses.unlabeled_rotation_loss(class_logits, rot_logits, y % 4).mean()
+        loss.backward()
+
+    nets = [models.make_model("resnet50v2", C, heads, rot_dim, aux=False)
+            .to(device, memory_format=torch.channels_last) for heads, rot_dim in ((C, 16), (0, None))]
+    yield compare(f"ResNet50v2, 1000 rotation heads on 16 features / none, {n} images of {size} px", at,
+                  *(partial(step, net) for net in nets))
+
+
+def process_rows(at):
+    """Memory, and what keeping freed memory brings. Each measurement has a process of its own."""
+    copies = 8 * at.batch
+    things = {"CRAE+ step": "crae_plus"}
+    if not at.quick:
+        things = {"bare network": [copies], "CRAE step": "crae"} | things
+    for name, what in things.items():
+        if at.device == "cpu":
+            kept, returned = [], []
+            for _ in range(2):                                  # in turn: the machine may change
+                for keep, times in (True, kept), (False, returned):
+                    found, peak = timing.in_process(timing.measure_alone, what, at, keep)
+                    times += found
+            yield make_row(f"{name}: glibc keeps freed memory / returns it, fp32", kept, returned)
+    _, peak = timing.in_process(timing.measure_alone, "crae_plus", at)
+    _, bare = timing.in_process(timing.measure_alone, [copies, copies], at)
+    yield make_row("memory of CRAE+ / two passes of the bare network, both kept", [peak], [bare],
+                   target="<= 1.1", unit="MiB")
+
+
+FIRST_STEP = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import train_crae, training
+take_step = training.take_step
+training.take_step = lambda *given: (take_step(*given), os._exit(0))
+train_crae.train(dataset="digits", out=sys.argv[2])
+"""
+
+
+def import_rows(at):
+    """Whole processes against the import of torch."""
+    def python(*words, fails=False):
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
+        assert (done.returncode != 0) == fails, done.stderr
+
+    imports = partial(python, "-c", "import torch")
+    refused = partial(python, str(HERE / "train_crae.py"), "--lables=5", fails=True)
+    yield compare("refused flag / import torch", at, refused, imports, target="<= 1")
+    both = partial(python, "-c", "import torch, torchvision")
+
+    def first_step():
+        with tempfile.TemporaryDirectory() as tmp:
+            python("-c", FIRST_STEP, str(HERE), str(Path(tmp, "run")))
+
+    yield compare("first step on digits / import torch, torchvision", at, first_step, both, target="<= 1.5")
+
+
+# ---------------------------------------------------------------- scaling
+
+
+def measure_scaling(at, out):
+    """Seconds and memory of a CRAE step against batch, classes, image size, width and processes."""
+    import plots  # matplotlib is only needed here
+
+    depth = at.arch.split("-")[1]
+    here = torch.cuda.device_count() if at.device != "cpu" else devices.cores()
+    processes = [n for n in (1, 2, 4, 8) if n <= here and at.batch % n == 0]
+    axes = {"labelled images per step": [dict(batch=at.batch * n // 4 or 1) for n in (1, 2, 4, 8)],
+            "classes": [dict(classes=n) for n in (10, 100, 1000)],
+            "image size": [dict(size=n) for n in (16, 32, 64)],
+            "width": [dict(arch=f"wrn-{depth}-{n}") for n in (1, 2, 4)],
+            "processes": [dict(processes=n) for n in processes]}
+    rows = []
+    for axis, points in axes.items():
+        for point in points:
+            (_, value), = point.items()
+            value = float(value.rpartition("-")[2]) if axis == "width" else value
+            n, port = point.get("processes", 1), timing.free_port()
+            which = SimpleNamespace(**vars(at) | point)
+            found = timing.in_processes(timing.measure_alone, [
+                ("crae", which, True, (rank, n, port)) for rank in range(n)])
+            seconds, memory = min(found[0][0]), sum(peak for _, peak in found)
+            rows.append(dict(axis=axis, value=value, seconds=f"{seconds:.4g}", mib=f"{memory / 2 ** 20:.4g}"))
+            print(f"{axis:<26} {value:>6g} {seconds:>9.3f} s {memory / 2 ** 20:>9,.0f} MiB", flush=True)
+    write_table(out / "scaling.csv", rows)
+    run_folder.write_whole(out / "scaling.png", lambda tmp: plots.plot_scaling(rows, tmp))
+    return rows
+
+
+# ---------------------------------------------------------------- batches from a folder
+
+
+def measure_folder(folder, at):
+    """Print microseconds per image of batches from memory and from disk, and of a step. Returns them."""
     ways = {"batches from memory": dict(stream=False), "batches from disk, whole images": dict(stream=True),
             "batches from disk, random crops": dict(stream=True, crop="resized", flip=True)}
-    parts = {}
-    for name, reading in ways.items():
-        images, labels, sets, _ = data.load(folder, "nowhere", image_size, skip_broken=True, **reading)
-        images = images.to(device) if isinstance(images, torch.Tensor) else images
+    fetch = []
+    for reading in ways.values():
+        images, labels, sets, _ = data.load(folder, "nowhere", at.size, skip_broken=True, **reading)
+        images = images.to(at.device) if isinstance(images, torch.Tensor) else images
         train = torch.as_tensor(sets["train"])
         index = dict(labeled=train, unlabeled=train)
-        batches = data.training_batches(images, labels.to(device), index, batch, batch, range(10 ** 6),
-                                        seed=0, rank=0, world=1, parts=1)
-        parts[name] = lambda batches=batches: [next(batches) for _ in range(AT_ONCE)]
-    return parts
-
-
-def median_seconds(part, repeats, device):
-    part()                                      # warm up
-    times = []
-    for _ in range(repeats):
-        devices.synchronize(device)
-        start = time.perf_counter()
-        part()
-        devices.synchronize(device)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def peak_memory(device):
-    """GiB on the GPU, or of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2 ** 30
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (2 ** 30 if sys.platform == "darwin" else 2 ** 20)    # macOS counts bytes, Linux KiB
-
-
-# ---------------------------------------------------------------- calculation
-
-# NVIDIA's data sheets: dense bfloat16 FLOP/s, memory, and bytes per second that a GPU sends inside a DGX and
-# between two of them.
-GPUS = {"A100 80 GB": (312e12, 80e9, 300e9, 25e9), "H100 80 GB": (989e12, 80e9, 450e9, 50e9)}
-SHARE_OF_PEAK = 0.2                             # our assumption; such convolutional networks reach 0.1 to 0.3
-# The paper's step on ImageNet: 256 + 256 images in four rotations, and features reduced to 16.
-COPIES, CLASSES, SIZE, ROT_DIM = 8 * 256, 1000, 224, 16
-
-
-def calculate_imagenet():
-    """Print the cost of a step of CRAE on ImageNet, from FLOPs and parameters. Returns images per second."""
-    cost = imagenet_cost()
-    for dim in 0, ROT_DIM:
-        print_head_cost(dim)
-    print(f"one copy of an image: {cost['flops'] / 1e9:.1f} GFLOP forward and backward, "
-          f"{cost['per_copy'] / 2 ** 20:.0f} MiB kept for the backward pass; "
-          f"{cost['parameters']:,} parameters")
-    print(f"CRAE+ needs two passes, and sends {COPIES * 3 * SIZE ** 2 / 1e6:.0f} MB of images to every GPU "
-          f"per step\n\nCALCULATED, at {SHARE_OF_PEAK:.0%} of the peak:")
-    return {(gpu, n): print_gpu_estimate(gpu, n, cost) for gpu in GPUS for n in (1, 8, 64)}
-
-
-def imagenet_cost():
-    """ResNet50v2: FLOPs and bytes per copy of an image, parameters, and bytes for any batch (`state`)."""
-    torch.manual_seed(0)
-    net = models.make_model("resnet50v2", CLASSES, CLASSES, rot_dim=ROT_DIM)
-    with FlopCounterMode(display=False) as counter:
-        net.eval()(torch.zeros(1, 3, SIZE, SIZE))
-    parameters = sum(p.numel() for p in net.parameters())
-
-    def forward(n):
-        return net.train()(torch.zeros(n, 3, SIZE, SIZE))
-
-    with torch.autocast("cpu", torch.bfloat16):
-        fixed, per_copy = devices.kept_for_backward(net, forward)
-    # The backward pass takes twice the FLOPs of the forward pass. State: weights, average, gradients and
-    # momentum in float32, and the weights in bfloat16.
-    return dict(flops=3 * counter.get_total_flops(), parameters=parameters, per_copy=per_copy,
-                state=4 * 4 * parameters + fixed)
-
-
-def print_head_cost(dim):
-    net = models.make_model("resnet50v2", CLASSES, CLASSES, dim)
-    heads = sum(p.numel() for name, p in net.named_parameters() if name.startswith(("reduce", "rotation")))
-    reduction = f"features reduced to {dim}" if dim else "no reduction"
-    print(f"{CLASSES} rotation heads, {reduction}: {heads:,} parameters, "
-          f"{3 * 4 * heads / 2 ** 20:.1f} MiB with gradients and momentum; "
-          f"logits of a step {COPIES * 4 * CLASSES * 4 / 2 ** 20:.1f} MiB")
-
-
-def print_gpu_estimate(gpu, n, cost):
-    """Print the time and memory of a step on n GPUs. Returns images per second."""
-    peak, memory, inside, between = GPUS[gpu]
-    copies = COPIES / n                                         # per GPU
-    seconds = copies * cost["flops"] / (SHARE_OF_PEAK * peak)
-    traffic = 2 * (n - 1) / n * 4 * cost["parameters"]          # ring all-reduce of float32 gradients
-    wait = traffic / (inside if n <= 8 else between)
-    needed = cost["state"] + copies * cost["per_copy"]
-    parts = 1
-    while cost["state"] + copies / parts * cost["per_copy"] >= 0.9 * memory:
-        parts *= 2
-    rate = COPIES / 4 / (seconds + wait)
-    print(f"{n:>3} x {gpu}: {1000 * seconds:7.1f} ms computing + {1000 * wait:4.1f} ms sending "
-          f"{traffic / 1e6:5.1f} MB per GPU (not overlapped), {rate:8,.0f} images/s, "
-          f"{needed / 1e9:6.1f} GB per GPU"
-          + (f": --accumulate {parts}" if parts > 1 else ""))
-    return rate
+        batches = data.training_batches(images, labels.to(at.device), index, at.batch, at.batch,
+                                        range(10 ** 6), seed=0, rank=0, world=1, parts=1)
+        fetch.append(lambda batches=batches: [next(batches) for _ in range(AT_ONCE)])
+    step, *_ = timing.step_of("crae", at)
+    *times, of_step = timing.in_turn([*fetch, step], at)
+    result = {way: 1e6 * timing.best_and_median(found)[1] / (2 * at.batch * AT_ONCE)
+              for way, found in zip(ways, times)}
+    result["step of CRAE"] = 1e6 * timing.best_and_median(of_step)[1] / (2 * at.batch)
+    for way, each in result.items():
+        print(f"{way:<36} {each:12,.1f} us/image   {each / result['batches from memory']:10,.1f} x")
+    return result
 
 
 if __name__ == "__main__":

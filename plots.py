@@ -9,6 +9,7 @@
     plot_diversity        unlabelled error over the epochs, and the diversity matrix at some of them
     plot_diversity_pair   the final diversity matrices of CRAE and CRAE+
     plot_rotation_dim     accuracy against the feature dimension before the rotation heads
+    plot_scaling          time and memory of a step against batch, classes, ... (benchmark.py scaling)
 
 Only this file and sheets.py import matplotlib. It does not use pyplot, so it needs no display and does not
 interfere with the figures of a notebook.
@@ -385,4 +386,25 @@ def plot_rotation_dim(rows, title, path):
     axes.set_title(printable(title), parse_math=False)
     axes.grid(alpha=0.3)
     axes.legend()
+    save_figure(figure, path)
+
+
+def plot_scaling(rows, path):
+    """Time and memory relative to the first point of each axis; rows have axis, value, seconds and mib."""
+    names = list(dict.fromkeys(row["axis"] for row in rows))
+    figure = Figure(figsize=(3.2 * len(names), 3.2), layout="constrained")
+    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
+        points = [row for row in rows if row["axis"] == name]
+        values = [row["value"] for row in points]
+        for column, text in ("seconds", "time"), ("mib", "memory"):
+            heights = [float(row[column]) for row in points]
+            axes.plot(values, [h / heights[0] for h in heights], marker="o", label=text)
+        axes.plot(values, [v / values[0] for v in values], color="grey", linestyle=":", label="proportional")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_xticks(values, [f"{v:g}" for v in values])
+        axes.set(xlabel=name)
+        axes.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("relative to the first point")
+    figure.axes[0].legend()
     save_figure(figure, path)

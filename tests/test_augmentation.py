@@ -4,6 +4,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as TF
 
@@ -186,6 +187,19 @@ def test_colour_operations_agree_with_torchvision_on_single_images():
                 difference = difference[:, 1:-1, 1:-1]  # torchvision does not blur the border
             assert difference.max() <= 1 and ours.dtype == torch.uint8, k
     assert len(ops) == 8 and all((op != x).any() for op in ops)
+
+
+def test_plain_versions_of_sharpness_and_cutout_give_the_same_bits():
+    x, u = photos(), torch.linspace(0, 0.99, 12).view(-1, 1, 1, 1)
+    f, keep = x.float(), 0.05 + 0.9 * u
+    around = F.avg_pool2d(F.pad(f, (1, 1, 1, 1), mode="replicate"), 3, stride=1)
+    plain = (keep * f + (1 - keep) * ((9 * around + 4 * f) / 13)).byte()
+    assert torch.equal(augmentation.sharpness(x, u), plain)
+    gen = generator()
+    size, row, col = (20 * torch.rand(12, 1, generator=gen) for _ in range(3))
+    rows, cols = ((torch.arange(20) + 0.5 - centre).abs() < size / 4 for centre in (row, col))
+    plain = torch.where((rows[:, :, None] & cols[:, None, :]).unsqueeze(1), 127, x)
+    assert torch.equal(augmentation.cutout(x, generator()), plain)
 
 
 def test_moves_are_rotation_shear_and_translation_of_each_image():

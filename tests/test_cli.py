@@ -281,7 +281,7 @@ ORDER = [["cli"], ["losses", "models", "presets", "devices", "distributed", "tab
          ["augmentation", "listing"], ["folders"], ["data"], ["inventory", "settings"],
          ["progress", "metrics"], ["run_folder"], ["contact_sheet"],
          ["training", "results", "predictions", "exports", "overview", "pages"], ["minutes"],
-         ["sweeps", *(Path(script).stem for script in SCRIPTS)]]
+         ["sweeps", "estimates", "timing", *(Path(script).stem for script in SCRIPTS)]]
 
 
 @pytest.fixture(scope="module")
