@@ -10,6 +10,7 @@ folders.Files.
 """
 import functools
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -171,12 +172,16 @@ def load_named_npz(dataset, path):
 
 
 def load_digits():
-    """scikit-learn's 1,797 digits of 8 x 8 pixels, ordered by writer. We use the last 500 as the test set."""
-    from sklearn.datasets import load_digits as read_digits
-    digits = read_digits()
-    images = np.round(digits.images * (255 / 16)).astype(np.uint8)      # pixels are 0 to 16
+    """scikit-learn's 1,797 digits of 8 x 8 pixels, ordered by writer. We use the last 500 as the test set.
+
+    Its file is read directly, because importing scikit-learn takes a third as long as importing torch does.
+    """
+    package = Path(find_spec("sklearn").origin).parent
+    rows = np.loadtxt(package / "datasets" / "data" / "digits.csv.gz", delimiter=",")   # (1797, 64 + 1)
+    images = np.round(rows[:, :-1].reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)     # pixels are 0 to 16
+    labels = rows[:, -1].astype(np.int64)
     train, test = slice(None, -500), slice(-500, None)
-    pieces = {"train": (images[train], digits.target[train]), "test": (images[test], digits.target[test])}
+    pieces = {"train": (images[train], labels[train]), "test": (images[test], labels[test])}
     return pieces, [str(i) for i in range(10)]
 
 

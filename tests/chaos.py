@@ -34,7 +34,6 @@ import time
 import traceback
 
 import torch
-from sklearn.datasets import load_digits  # noqa: F401    imported once, here
 from tqdm import tqdm
 
 import helpers

@@ -183,6 +183,14 @@ def test_few_labels_of_imagenet_may_leave_a_class_without_a_label():
 # ---------------------------------------------------------------- named datasets
 
 
+def test_digits_are_those_that_scikit_learn_loads():
+    from sklearn.datasets import load_digits
+    digits = load_digits()
+    images, labels, _, _ = data.load("digits", "nowhere")
+    assert torch.equal(images[:, 0], torch.from_numpy(digits.images * (255 / 16)).round().byte())
+    assert torch.equal(labels, torch.from_numpy(digits.target))
+
+
 def test_digits():
     images, labels, parts, classes = data.load("digits", "nowhere")
     assert images.shape == (1797, 3, 8, 8) and images.dtype == torch.uint8 and images.max() == 255
