@@ -35,9 +35,7 @@ def select(device, deterministic=False):
     except (RuntimeError, AssertionError):                      # no such device, or torch without CUDA
         raise cli.Refused(f"--device {device}: torch finds no such device here; "
                           "omit the flag, or give cpu, cuda or cuda:<number>") from None
-    if device == "cpu":
-        keep_freed_memory()
-    else:
+    if device != "cpu":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")              # TF32 where autocast keeps float32
         torch.backends.cudnn.benchmark = not deterministic      # all training batches have the same shape
@@ -53,8 +51,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4                          # from glibc's ma
 def keep_freed_memory():
     """Tell glibc to keep freed blocks for the next step instead of returning them to the system.
 
-    Otherwise, each step pays for the page faults of all its activations again (docs/speed.md). Other systems
-    have no mallopt and stay as they are.
+    Otherwise, each step pays for the page faults of all its activations again (docs/speed.md). Call it after
+    the images are loaded, because loading needs memory that training does not. Other systems have no mallopt
+    and stay as they are.
     """
     try:
         libc = ctypes.CDLL("libc.so.6")

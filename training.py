@@ -149,6 +149,8 @@ def make_state(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=
 
 def make_ready(state, config):
     """The model to call and the batches, from the step of the state on."""
+    if config["device"] == "cpu":
+        devices.keep_freed_memory()
     if config["compile"]:
         state.net.compile()
     state.model = distributed.parallel(state.net)

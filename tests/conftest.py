@@ -3,10 +3,17 @@ from functools import partial
 
 import pytest
 
+import devices
 import plots
 import presets
 import train_crae
 from helpers import QUICK
+
+
+@pytest.fixture(autouse=True)
+def freed_memory_is_returned(monkeypatch):
+    """A test process trains hundreds of runs; if it kept all freed memory, the largest would add up."""
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: None)
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Cores and memory on Linux and on systems without its interfaces, such as macOS; the FLOPs of a step."""
 import os
 import re
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -11,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import augmentation
 import devices
 import folders
+import run_folder
 import train_baselines
 import train_crae
-from helpers import BASELINES, QUICK, generator, random_images
+from helpers import BASELINES, HERE, QUICK, generator, random_images
 from models import make_model
 
 
@@ -151,3 +154,27 @@ def test_what_is_kept_for_the_gradients_is_counted():
         fixed, each = devices.kept_for_backward(
             layer, lambda n: layer(torch.zeros(50 * n, 100, requires_grad=True)))
     assert (fixed, each) == (2 * 100 * 10, 2 * 50 * 100)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mallopt belongs to glibc")
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_step_has_no_page_faults_if_freed_memory_is_kept(keep):
+    program = f"""
+import resource, torch, devices
+if {keep}: devices.keep_freed_memory()
+for k in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2 ** 24)                                         # 64 MiB: 16,384 pages of 4 KiB
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True,
+                          env=dict(os.environ, THP_MEM_ALLOC_ENABLE="0"), check=True)
+    assert (int(done.stdout) < 100) == keep
+
+
+def test_training_keeps_freed_memory_once_the_images_are_loaded(tmp_path, monkeypatch):
+    order, real = [], run_folder.load_data
+    monkeypatch.setattr(devices, "keep_freed_memory", lambda: order.append("keep"))
+    monkeypatch.setattr(run_folder, "load_data", lambda config: order.append("load") or real(config))
+    train_crae.train(**QUICK, steps=1, out=str(tmp_path / "run"))
+    assert order == ["load", "keep"]
