@@ -47,6 +47,8 @@ def values(kind):
     """Likely and unlikely texts for a flag of this type."""
     if isinstance(kind, (tuple, dict)):
         return st.sampled_from([*map(str, kind), "x"])
+    if isinstance(kind, list):                                  # several values with commas
+        return values(kind[0]) | st.lists(values(kind[0]), max_size=3).map(",".join)
     likely = {bool: BOOLS, int: NUMBERS, float: NUMBERS, cli.count: NUMBERS, str: WORDS}
     return likely[kind] | st.text(max_size=5)
 

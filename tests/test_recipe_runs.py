@@ -198,7 +198,7 @@ def test_minutes_are_the_steps_they_give(script, flags, tmp_path, monkeypatch, c
     monkeypatch.setattr(budget, "measure", lambda build, *rest: stages.append(build) or real(build, *rest))
     flags = QUICK | flags | dict(out=str(tmp_path / "timed"))
     script.train(**flags, minutes=0.02)
-    N = int(re.search(r"^(\d+) steps fit into 0.02 minutes", capsys.readouterr().out, re.M)[1])
+    N = int(re.search(r"^(\d+) steps? fits? into 0.02 minutes", capsys.readouterr().out, re.M)[1])
     two = flags.get("method") == "fine_tune"
     assert stages == ([script.build_stage_one] if two else []) + [script.build]
     script.train(**flags | dict(out=str(tmp_path / "steps")), steps=N)
