@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 import budget
 import cli
+import devices
 import train_baselines
 import train_crae
 import training
@@ -85,6 +86,7 @@ def under_fire(script, words, monkeypatch, folder, counted):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(training, "fit", fit)
     monkeypatch.setattr(budget, "measure", lambda *rest: (0.01, 0.1, 0.5))     # seconds; trains nothing
+    monkeypatch.setattr(devices, "step_flops", lambda *rest: 1e9)
     monkeypatch.setattr(train_baselines, "stage_one", lambda net, *rest: net.backbone.state_dict())
     try:
         command_line(script, words)
@@ -125,7 +127,7 @@ def test_random_flags_resolve_or_give_a_one_line_error(script, fixed, monkeypatc
 @pytest.mark.parametrize("script", [train_crae, train_baselines])
 def test_every_flag_with_every_odd_value_alone(script, monkeypatch, tmp_path):
     """Finds the errors that a list of random flags hides behind its first mistake."""
-    odd = ["0", "-1", "1e3", "nan", "inf", "9" * 30, "99999999999", "", "x", "x" * 300, "../" * 900, "１",
+    odd = ["0", "-1", "1e3", "nan", "inf", "9" * 30, "99999999999", "", "x", "x" * 300, "x/" * 900, "１",
            "1%", "101%", "0%", "-5%", "true", "None"]
     first, counted = ["--method=fine_tune"] if script is train_baselines else [], dict(resolved=0, refused=0)
     for name in script.FLAGS:
