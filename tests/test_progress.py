@@ -262,10 +262,10 @@ TIMED_RUN = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from types import SimpleNamespace
-import data, distributed, presets, progress, train_baselines, train_crae
+import data, distributed, metrics, presets, progress, train_baselines, train_crae
 clock = SimpleNamespace(now=0.0)
 progress.time = SimpleNamespace(perf_counter=lambda: clock.now)
-presets.digits["epoch"] = 10
+presets.digits["epoch"], metrics.CPU_EVAL_BATCH = 10, 1024
 test_batches, crae = data.test_batches, train_crae.crae
 
 def slow_batches(*args):
