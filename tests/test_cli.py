@@ -284,7 +284,7 @@ def test_neither_cli_nor_presets_nor_the_tables_of_flags_import_torch():
 ORDER = [["cli"], ["losses", "models", "presets", "devices", "distributed", "tables"],
          ["augmentation", "listing"], ["folders"], ["data"], ["inventory", "settings"],
          ["progress", "metrics"], ["run_folder"], ["contact_sheet"],
-         ["training", "results", "predictions", "exports", "overview", "pages"], ["minutes"],
+         ["training", "results", "predictions", "exports", "overview", "pages"], ["budget"],
          ["sweeps", "estimates", "timing", *(Path(script).stem for script in SCRIPTS)]]
 
 
