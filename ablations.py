@@ -67,6 +67,7 @@ from pathlib import Path
 import torch
 
 import augmentation
+import claims
 import devices
 import models
 import plots
@@ -307,7 +308,7 @@ def diversity_table(done, labels, dataset, folder):
         some = [r for r in done if r["labels"] == n]
         report.diversity_figures(some, f"{dataset}, {n} labels", folder, f"diversity_{dataset}_{n}")
     return [dict(labels=r["labels"], method=report.METHODS[r["method"]], seed=r["seed"],
-                 epoch=f"{step / r['epoch']:g}", mean_diagonal=f"{report.mean_diagonal(matrix):.4f}")
+                 epoch=f"{step / r['epoch']:g}", mean_diagonal=f"{claims.mean_diagonal(matrix):.4f}")
             for r in done for step, matrix in r["matrices"].items()]
 
 

@@ -23,6 +23,7 @@ import sys
 from itertools import chain
 from pathlib import Path
 
+import claims
 import overview
 import pages
 import plots
@@ -230,16 +231,10 @@ def curves_figure(runs):
     return methods
 
 
-def mean_diagonal(matrix):
-    """How often the head of the true class is the best: 1/K if all heads are alike, 1 if they specialise."""
-    own = [row[i] for i, row in enumerate(matrix) if i < len(row) and row[i] == row[i]]
-    return statistics.mean(own) if own else float("nan")
-
-
 def diversity_panel(run, step):
     """One matrix, as plot_diversity and plot_diversity_pair take it."""
     matrix = run["matrices"][step]
-    return dict(epoch=step / run["epoch"], matrix=matrix, diagonal=mean_diagonal(matrix),
+    return dict(epoch=step / run["epoch"], matrix=matrix, diagonal=claims.mean_diagonal(matrix),
                 name=METHODS[run["method"]], classes=run["classes"])
 
 
@@ -346,6 +341,7 @@ def write_sections(found, out):
             start = f"{stem}_setting{k}" if k else stem
             rows, absent = write_setting(of_setting, dataset, setting, start, out)
             lines, missing = lines + rows, missing + absent
+        lines += claims.write_compute(runs, dataset, stem, METHODS, mean_std, out)
     return lines, list(dict.fromkeys(missing))
 
 
@@ -370,6 +366,7 @@ def write_setting(runs, dataset, setting, stem, out):
         rows, absent = error_table(table, title, rows, dataset, runs, with_paper)
         lines += [*rows, ""] if rows else []
         missing += absent
+    lines += claims.write_claims(runs, dataset, setting, stem, METHODS, out)
     return lines + write_figures(runs, dataset, stem, with_paper, out), missing
 
 

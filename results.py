@@ -63,6 +63,7 @@ def read_run(path):
     rows = run_folder.read_rows(path / "log.csv", steps)
     errors, unlabeled = ([(int(r["step"]), float(r[name])) for r in rows if r[name]]
                          for name in ("test_error", "unlabeled_error"))
+    rotation = [(int(r["step"]), float(r["rotation_accuracy"])) for r in rows if r.get("rotation_accuracy")]
     finished = bool(rows) and int(rows[-1]["step"]) == steps
     if finished and not errors and config["method"] != "rotation" or int(config["epoch"]) < 1:
         raise ValueError("no test error, or an epoch without steps")
@@ -79,7 +80,8 @@ def read_run(path):
                 definition=config.get("definition", 1) if "select" in config else None,     # None: a baseline
                 heads=int(resolved["rotation_heads"]), parameters=int(resolved["parameters"]),
                 steps=steps, step=int(rows[-1]["step"]) if rows else 0, epoch=int(config["epoch"]),
-                finished=finished, errors=errors, unlabeled=unlabeled, top5=float(top5) if top5 else None,
+                finished=finished, errors=errors, unlabeled=unlabeled, rotation=rotation,
+                top5=float(top5) if top5 else None,
                 error=statistics.median(counted) if counted else None,
                 saved_error=errors[-1][1] if errors else None,
                 interval=run_folder.interval_of(errors[-1][1], config) if errors else None,

@@ -23,6 +23,7 @@ from tqdm import tqdm
 import budget
 import cli
 import devices
+import estimates
 import progress
 import report
 import run_folder
@@ -117,6 +118,9 @@ def print_plan(runs, num_classes, image_size, jobs, processes):
           f"# Estimated from the FLOPs of all forward and backward passes, at {rate / 1e9:,.0f} GFLOP/s "
           f"(measured just now: {config['arch']}, {config['device']}{threads}).\n"
           "# Evaluations, augmentation, the optimiser and reading images take additional time.")
+    all_flops = sum(planned["flops"] for planned in plan)
+    print(f"# {all_flops / 1e15:,.4g} PFLOP. An A100 at {estimates.SHARE_OF_PEAK:.0%} of its peak would take "
+          f"{progress.duration(3600 * all_flops / estimates.GPU_HOUR)} (calculated).")
     return plan
 
 

@@ -285,7 +285,7 @@ ORDER = [["cli"], ["losses", "models", "presets", "devices", "distributed", "tab
          ["augmentation", "listing"], ["folders"], ["data"], ["inventory", "settings"],
          ["progress", "metrics"], ["run_folder"], ["contact_sheet"],
          ["training", "results", "predictions", "exports", "overview", "pages"], ["budget"],
-         ["sweeps", "estimates", "timing", *(Path(script).stem for script in SCRIPTS)]]
+         ["claims", "sweeps", "estimates", "timing", *(Path(script).stem for script in SCRIPTS)]]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import claims
 import helpers
 import plots
 import presets
@@ -267,8 +268,8 @@ def test_listed_labels_are_not_called_all_labels(tmp_path):
 
 
 def test_mean_of_the_diagonal():
-    assert report.mean_diagonal([[0.5, 0.5], [0.25, 0.75]]) == 0.625
-    assert report.mean_diagonal([[math.nan, math.nan], [0.25, 0.75]]) == 0.75
+    assert claims.mean_diagonal([[0.5, 0.5], [0.25, 0.75]]) == 0.625
+    assert claims.mean_diagonal([[math.nan, math.nan], [0.25, 0.75]]) == 0.75
 
 
 def test_figures_have_class_names_and_markers(tmp_path, figures):
