@@ -41,16 +41,24 @@ def labeled_rotation_loss(rot_logits, y, z):
     return F.cross_entropy(wide(R_y), z, reduction="none")
 
 
+def head_losses(rot_logits, z):
+    """-log R_k(z|x) of every head, for the rotation z of each image. (N, K)"""
+    z = z[:, None].expand(-1, rot_logits.shape[1])              # (N, K)
+    return F.cross_entropy(wide(rot_logits).transpose(1, 2), z, reduction="none")
+
+
 def unlabeled_rotation_loss(class_logits, rot_logits, z):
-    """Eq. 2 for unlabelled images: -log p(z|x) of Eq. 1. Its gradient reaches the heads and p(y|x). (N,)"""
-    return F.nll_loss(log_p_z(class_logits, rot_logits), z, reduction="none")
+    """Eq. 2 for unlabelled images: -log p(z|x) of Eq. 1. Its gradient reaches the heads and p(y|x). (N,)
+
+    The same as -log_p_z[z], but without the three rotations that do not count.
+    """
+    log_p_y = F.log_softmax(wide(class_logits), dim=-1)         # (N, C)
+    return -torch.logsumexp(log_p_y - head_losses(rot_logits, z), dim=1)
 
 
 def independent_rotation_loss(rot_logits, z):
     """The ensemble baseline "independent": every head learns from every image; mean over the heads. (N,)"""
-    K = rot_logits.shape[1]
-    z = z[:, None].expand(-1, K)                                # (N, K)
-    return F.cross_entropy(wide(rot_logits).transpose(1, 2), z, reduction="none").mean(dim=1)
+    return head_losses(rot_logits, z).mean(dim=1)
 
 
 def sharpen(p, T):

@@ -78,6 +78,9 @@ def test_bfloat16_logits_are_not_rounded_again():
     rot_logits = random_logits(N, C, 4, seed=1).detach().bfloat16()
     loop = p_z_loop(class_logits, rot_logits)
     torch.testing.assert_close(log_p_z(class_logits, rot_logits).double(), loop.log(), atol=1e-5, rtol=1e-5)
+    z = torch.tensor([0, 1, 2, 3, 3])
+    losses = unlabeled_rotation_loss(class_logits, rot_logits, z)
+    torch.testing.assert_close(losses.double(), -loop[torch.arange(N), z].log(), atol=1e-5, rtol=1e-5)
 
 
 def test_labeled_rotation_loss_only_involves_the_head_of_the_true_class():
