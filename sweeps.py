@@ -118,9 +118,10 @@ def print_plan(runs, num_classes, image_size, jobs, processes):
           f"# Estimated from the FLOPs of all forward and backward passes, at {rate / 1e9:,.0f} GFLOP/s "
           f"(measured just now: {config['arch']}, {config['device']}{threads}).\n"
           "# Evaluations, augmentation, the optimiser and reading images take additional time.")
-    all_flops = sum(planned["flops"] for planned in plan)
-    print(f"# {all_flops / 1e15:,.4g} PFLOP. An A100 at {estimates.SHARE_OF_PEAK:.0%} of its peak would take "
-          f"{progress.duration(3600 * all_flops / estimates.GPU_HOUR)} (calculated).")
+    flops_of_all = sum(planned["flops"] for planned in plan)
+    pflop = f"{flops_of_all / 1e15:,.0f}" if flops_of_all > 1e16 else f"{flops_of_all / 1e15:.2g}"
+    print(f"# {pflop} PFLOP. An A100 at {estimates.SHARE_OF_PEAK:.0%} of its peak would take "
+          f"{progress.duration(3600 * flops_of_all / estimates.GPU_HOUR)} (calculated).")
     return plan
 
 

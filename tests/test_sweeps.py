@@ -153,6 +153,9 @@ def test_the_plan_has_steps_hours_and_what_is_finished(rate, tmp_path, capsys, m
     assert "4 runs, 1 of them finished" in text and "Evaluations" in text
     total = progress.duration(3600 * sum(p["hours"] for p in plan))     # on a CPU, jobs share the cores
     assert f"about {total} in total, {progress.duration(sum(left) / 1e12)} left" in text
+    all_flops = sum(p["flops"] for p in plan)           # of an A100's 312 TFLOP/s we assume 20 %
+    on_gpu = progress.duration(all_flops / (0.2 * 312e12))
+    assert f"# {all_flops / 1e15:.2g} PFLOP. An A100 at 20% of its peak would take {on_gpu} (calc" in text
 
 
 def test_the_printed_commands_are_those_of_the_sweep(rate, tmp_path, capsys, monkeypatch):
