@@ -9,7 +9,7 @@ import models
 # between two of them.
 GPUS = {"A100 80 GB": (312e12, 80e9, 300e9, 25e9), "H100 80 GB": (989e12, 80e9, 450e9, 50e9)}
 SHARE_OF_PEAK = 0.2                             # our assumption; such convolutional networks reach 0.1 to 0.3
-GPU_HOUR = SHARE_OF_PEAK * GPUS["A100 80 GB"][0] * 3600       # FLOPs of an A100 in an hour
+GPU_HOUR = SHARE_OF_PEAK * GPUS["A100 80 GB"][0] * 3600       # FLOPs of an A100, at that share
 # The paper's step on ImageNet: 256 + 256 images in four rotations, and features reduced to 16.
 COPIES, CLASSES, SIZE, ROT_DIM = 8 * 256, 1000, 224, 16
 

@@ -50,7 +50,7 @@ def head_losses(rot_logits, z):
 def unlabeled_rotation_loss(class_logits, rot_logits, z):
     """Eq. 2 for unlabelled images: -log p(z|x) of Eq. 1. Its gradient reaches the heads and p(y|x). (N,)
 
-    The same as -log_p_z[z], but without the three rotations that do not count.
+    Equals -log_p_z(...)[z], but evaluates only the rotation z.
     """
     log_p_y = F.log_softmax(wide(class_logits), dim=-1)         # (N, C)
     return -torch.logsumexp(log_p_y - head_losses(rot_logits, z), dim=1)

@@ -1,6 +1,7 @@
 """The first part of the report: all finished runs in one table and one figure, and their evaluations."""
 import re
 import shutil
+import statistics
 from pathlib import Path
 
 import plots
@@ -91,6 +92,12 @@ def duration(seconds):
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def mean_std(errors):
+    """'12.34 ± 0.56 (3)', '12.34 (1)', or an empty text."""
+    std = f" ± {statistics.stdev(errors):.2f}" if len(errors) > 1 else ""
+    return f"{statistics.mean(errors):.2f}{std} ({len(errors)})" if errors else ""
 
 
 def table_line(cells):

@@ -10,11 +10,11 @@
     plot_diversity_pair   the final diversity matrices of CRAE and CRAE+
     plot_rotation_dim     accuracy against the feature dimension before the rotation heads
     plot_mechanism        diagonal, error of p(y|x) and rotation accuracy over the run
-    plot_compute          error against FLOPs, and what a power law predicts for a GPU-hour
+    plot_compute          error against FLOPs, extended to a GPU-hour
     plot_scaling          time and memory of a step against batch, classes, ... (benchmark.py scaling)
 
-Only this file and sheets.py import matplotlib. It does not use pyplot, so it needs no display and does not
-interfere with the figures of a notebook.
+Only this file and sheets.py import matplotlib, without pyplot: they need no display, and leave alone the
+figures of a notebook.
 """
 import statistics
 
@@ -359,39 +359,40 @@ def plot_diversity_pair(panels, title, path):
 
 
 def plot_mechanism(methods, title, path):
-    """Three panels over the run. methods: dicts with `name` and `panels`, three lists [(fraction, value)]."""
+    """Three panels over the run. methods: dicts with `name`, `colour` and `panels`: [(fraction, value)]."""
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     figure.suptitle(printable(title), fontsize=10, parse_math=False)
-    names = "diagonal of the diversity matrix", "error of p(y|x), unlabelled images", "rotation accuracy"
-    for k, (axes, name) in enumerate(zip(figure.subplots(1, 3), names)):
+    titles = "diagonal of the diversity matrix", "error of p(y|x), unlabelled images", "rotation accuracy"
+    for k, axes in enumerate(figure.subplots(1, 3)):
         for m, marker in zip(methods, MARKERS):
-            axes.plot(*zip(*m["panels"][k]), marker=marker, markersize=4, label=m["name"])
-        axes.set(xlabel="part of the run", ylabel="%")
-        axes.set_title(name, fontsize=9)
+            style = dict(color=colour(m["colour"]), marker=marker, markersize=4, label=m["name"])
+            axes.plot(*zip(*m["panels"][k]), **style)
+        axes.set(xlabel="fraction of the run", ylabel="%")
+        axes.set_title(titles[k], fontsize=9)
         axes.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=8)
     save_figure(figure, path, dpi=120)
 
 
 def plot_compute(methods, gpu_hour, title, path):
-    """Error against PFLOP on logarithmic axes, with the power law through the last two budgets (dashed).
+    """Error against PFLOP. Where the error falls, the power law of the last two budgets goes on to gpu_hour.
 
-    methods: dicts with `name`, `colour` (a number), `points` [(PFLOP, errors)]; gpu_hour: PFLOP to predict
+    methods: dicts with `name`, `colour` (a number), `points` [(PFLOP, errors)]; gpu_hour: in PFLOP
     """
     figure, axes = wide_figure(len(methods))
-    for m, marker in zip(methods, MARKERS):
-        budgets, means = zip(*((x, statistics.mean(errors)) for x, errors in m["points"]))
-        deviations = [mean_and_deviation(errors)[1] for _, errors in m["points"]]
-        (x, y), (x2, y2) = list(zip(budgets, means))[-2:]
-        ahead = np.geomspace(x2, gpu_hour)
-        predicted = y2 * (ahead / x2) ** (np.log(y2 / y) / np.log(x2 / x))
-        axes.errorbar(budgets, means, deviations, label=f"{m['name']} ({predicted[-1]:.1f} %)", capsize=3,
-                      color=colour(m["colour"]), marker=marker)
-        axes.plot(ahead, predicted, color=colour(m["colour"]), linestyle="--", alpha=0.6)
-    axes.set_xscale("log")
+    for k, m in enumerate(methods):
+        budgets, errors = zip(*m["points"])
+        means, deviations = zip(*map(mean_and_deviation, errors))
+        (x, x2), (y, y2), label = budgets[-2:], means[-2:], m["name"]
+        if 0 < y2 < y and x2 < gpu_hour:
+            ahead = np.geomspace(x2, gpu_hour)
+            predicted = y2 * (ahead / x2) ** (np.log(y2 / y) / np.log(x2 / x))
+            axes.plot(ahead, predicted, color=colour(m["colour"]), linestyle="--", alpha=0.6)
+            label += f" ({predicted[-1]:.1f} %)"
+        axes.errorbar(budgets, means, deviations, label=label, capsize=3, color=colour(m["colour"]),
+                      marker=MARKERS[k % len(MARKERS)])
     axes.axvline(gpu_hour, color="grey", linestyle=":")
-    axes.set_xlabel("PFLOP of training; dashed: power law of the last two budgets,\n"
-                    "up to one GPU-hour (prediction in brackets)")
+    axes.set(xscale="log", xlabel="training PFLOP; dashed: guess for one hour of an A100 (in brackets)")
     finish_errors(figure, axes, title, path)
 
 

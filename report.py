@@ -29,7 +29,7 @@ import pages
 import plots
 import presets
 import results
-from overview import file_name, label_order, table_line
+from overview import file_name, label_order, mean_std, table_line
 
 # The paper's tables: title, and rows as method: name.
 TABLES = {
@@ -88,12 +88,6 @@ def setting_of(run):
 
 
 # ---------------------------------------------------------------- tables
-
-
-def mean_std(errors):
-    """'12.34 ± 0.56 (3)', '12.34 (1)', or an empty text."""
-    std = f" ± {statistics.stdev(errors):.2f}" if len(errors) > 1 else ""
-    return f"{statistics.mean(errors):.2f}{std} ({len(errors)})" if errors else ""
 
 
 def belongs_to(run, method):
@@ -341,7 +335,7 @@ def write_sections(found, out):
             start = f"{stem}_setting{k}" if k else stem
             rows, absent = write_setting(of_setting, dataset, setting, start, out)
             lines, missing = lines + rows, missing + absent
-        lines += claims.write_compute(runs, dataset, stem, METHODS, mean_std, out)
+        lines += claims.write_compute(runs, dataset, stem, METHODS, out)
     return lines, list(dict.fromkeys(missing))
 
 
@@ -359,7 +353,7 @@ def write_setting(runs, dataset, setting, stem, out):
     with_paper = in_paper and not setting
     if not runs and not with_paper:
         return [], []
-    why = " (differs from the preset, so without the paper's numbers)" if in_paper else ""
+    why = " (differs from the preset, so the tables of errors are without the paper's)" if in_paper else ""
     counts = f"Test errors in percent: {what_counts(runs)}." if runs else "No run has the preset's values."
     lines, missing = [f"## {dataset}{f', with {setting}{why}' if setting else ''}", "", counts, ""], []
     for table, (title, rows) in tables_of(runs, dataset, setting).items():

@@ -1,6 +1,7 @@
 """Verdicts on the paper's claims: paired differences and intervals by hand, the rule, and the figures."""
 import math
 
+import numpy as np
 import pytest
 
 import claims
@@ -57,18 +58,19 @@ def test_the_interval_is_students():
 @pytest.mark.parametrize("low, high, seeds, margin, verdict", [
     (-2, -1, 5, 0, "holds"), (1, 2, 5, 0, "does not hold"), (-1, 1, 5, 0, "cannot be told"),
     (-2, -1, 2, 0, "cannot be told"), (1, 2, 2, 0, "cannot be told"),
-    (math.nan, math.nan, 1, 0, "cannot be told"),
-    (-0.5, 0.9, 5, 1, "holds"), (-0.5, 1.1, 5, 1, "cannot be told"), (0.5, 1.1, 5, 1, "does not hold"),
-    (-9, -8, 5, 1, "holds")])
+    (math.nan, math.nan, 1, 0, "cannot be told"), (-2, -2, 5, 0, "cannot be told"),
+    (-0.5, 0.9, 5, 1, "holds"), (0.2, 0.9, 5, 1, "holds"), (-0.5, 1.1, 5, 1, "cannot be told"),
+    (0.5, 1.1, 5, 1, "cannot be told"), (1.1, 2, 5, 1, "does not hold"), (-9, -8, 5, 1, "holds")])
 def test_the_rule(low, high, seeds, margin, verdict):
     assert claims.judge(low, high, seeds, margin) == verdict
 
 
 @pytest.mark.parametrize("parts, verdict", [
-    (["holds", "holds"], "holds"), (["holds", "cannot be told"], "cannot be told"),
-    (["holds", "does not hold"], "does not hold"), ([], "cannot be told")])
-def test_a_claim_must_hold_for_every_number_of_labels(parts, verdict):
-    assert claims.judge_all(parts) == verdict
+    ([("holds", 3), ("holds", 5)], "holds"), ([("holds", 3), ("cannot be told", 3)], "cannot be told"),
+    ([("holds", 3), ("does not hold", 3)], "does not hold"), ([], "cannot be told"),
+    ([("cannot be told", 1), ("holds", 5)], "holds"), ([("cannot be told", 2)], "cannot be told")])
+def test_a_claim_must_hold_for_every_number_of_labels_with_enough_seeds(parts, verdict):
+    assert claims.judge_all([dict(verdict_here=part, seeds=seeds) for part, seeds in parts]) == verdict
 
 
 def test_every_method_of_a_claim_has_a_name():
@@ -76,37 +78,129 @@ def test_every_method_of_a_claim_has_a_name():
         assert {method.partition("/")[0] for method in factors} <= {*report.METHODS, claims.CHANCE}
 
 
+def test_the_papers_numbers_support_the_papers_claims():
+    known = [claims.paper_difference("cifar10", 250, factors) for _, factors, options in claims.CLAIMS
+             if "measure" not in options]
+    assert all(difference is None or difference < 0 for difference in known)
+    assert sum(difference is not None for difference in known) == 14            # all but entmin and crae/16
+
+
 def test_the_papers_differences():
     assert claims.paper_difference("cifar10", 250, dict(crae=1, s4l=-1)) == pytest.approx(17.07 - 32.66)
     same = claims.paper_difference("cifar10", 250, dict(crae=1, s4l_upright=-1))
     assert same == pytest.approx(17.07 - 32.66)                 # the paper has one S4L
     assert claims.paper_difference("cifar10", 250, {"crae/16": 1, "crae": -1}) is None
+    on_imagenet = claims.paper_difference("imagenet", "10%", dict(crae=1, s4l=-1))
+    assert on_imagenet == pytest.approx(63.84 - 65.34)
+
+
+def test_rows_of_claims_with_two_numbers_of_labels(tmp_path):
+    for seed in range(3):
+        for labels, errors in (250, dict(crae=30.0, crae_plus=30.5, mixmatch=30.0)), (1000, dict(crae=20.0)):
+            for method, error in errors.items():
+                error += seed / 10 if method == "crae_plus" else 0
+                helpers.make_run(tmp_path, method, "cifar10", labels, seed, errors=[90.0, error], heads=3,
+                                 diversity=method == "crae", changed=FAST)
+    helpers.make_run(tmp_path, "mixmatch", "cifar10", 1000, 0, errors=[50.0], changed=FAST)
+    helpers.make_run(tmp_path, "crae_plus", "cifar10", 1000, 0, errors=[40.0], changed=FAST, diversity=False)
+    for run in tmp_path.iterdir():
+        helpers.change_config(run, recipe="fast")               # the last error counts, not a median
+    found = claims.claim_rows(results.read_runs(tmp_path, 1)[0])
+    rows = {(row["claim"], row["labels"]): row for row in found}
+    par = rows["CRAE+ is on a par with MixMatch", 250]
+    half = 4.3026527 * 0.1 / math.sqrt(3)                       # differences of 0.5, 0.6 and 0.7
+    assert (par["mean"], par["low"], par["high"]) == pytest.approx((0.6, 0.6 - half, 0.6 + half))
+    assert (par["verdict_here"], par["verdict"], par["seeds"]) == ("holds", "holds", 3)
+    alone = rows["CRAE+ is on a par with MixMatch", 1000]       # one seed does not change the verdict
+    assert (alone["mean"], alone["seeds"], alone["verdict"]) == (-10.0, 1, "holds")
+    worse = rows["CRAE+ is better than CRAE", 250]
+    assert worse["mean"] == pytest.approx(0.6) and worse["verdict"] == "does not hold"
+    diagonal, = [row for (claim, labels), row in rows.items() if "above chance" in claim and labels == 250]
+    # make_run halves the diagonal at its second evaluation, from 0.8 to 0.4: the last matrix counts.
+    assert diagonal["mean"] == pytest.approx(60 - 100 * 2 / 3) and diagonal["paper"] is None
+
+
+def test_nothing_is_compared_with_itself_on_imagenet(tmp_path):
+    for seed in range(3):
+        run = helpers.make_run(tmp_path, "crae", "imagenet", "10%", seed, errors=[30.0 + seed])
+        helpers.change_config(run, rot_dim=16)                  # the preset's
+    rows = claims.claim_rows(results.read_runs(tmp_path, 1)[0])
+    assert not [row for row in rows if row["claim"].startswith("16 dimensions")]
+
+
+def test_unknown_diagonals_are_left_out(tmp_path):
+    run = helpers.make_run(tmp_path, "crae", "cifar10", 250, 0, errors=[30.0])
+    text = (run / "diversity.csv").read_text().splitlines()
+    unknown = [line.split(",")[:2] + ["", "", ""] for line in text[1:]]
+    (run / "diversity.csv").write_text("\n".join([text[0], *map(",".join, unknown)]) + "\n")
+    runs = results.read_runs(tmp_path, 1)[0]
+    assert claims.values_of(runs, "crae", "off_diagonal") == {}
+    assert claims.values_of(runs, "crae", "error") == {0: 30.0}
+
+
+def write_report(tmp_path):
+    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "out"))
+    return (tmp_path / "out" / "report.md").read_text()
 
 
 def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
+    def make(method, error, seed, **more):
+        run = helpers.make_run(tmp_path / "runs", method, "cifar10", 250, seed, errors=[80.0, error], heads=3,
+                               **dict(changed=FAST) | more)
+        helpers.change_config(run, recipe="fast")
+
     for seed in range(3):
-        for method, error in dict(crae=30.0, crae_plus=28.0 + seed / 10, detach=31.0, s4l=29.0).items():
-            helpers.make_run(tmp_path / "runs", method, "cifar10", 250, seed, errors=[error + seed], heads=3,
-                             changed=FAST, diversity=method != "s4l")
-        for budget, error in (0.02, 40.0), (0.4, 20.0):
-            helpers.make_run(tmp_path / "runs", "crae", "cifar10", 250, seed, errors=[error], heads=3,
-                             changed=FAST | dict(pflop=budget))
-    report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "out"))
-    text = (tmp_path / "out" / "report.md").read_text()
-    # The differences 30 - 28 - seed / 10 have the mean 1.9 and the deviation 0.1.
-    half = 4.3026527 * 0.1 / math.sqrt(3)
+        make("crae", 30.0 + seed, seed)
+        make("crae_plus", 28.0 + 1.1 * seed, seed)
+        make("detach", 31.0 + seed, seed)
+        make("s4l", 29.0 + 0.9 * seed, seed, diversity=False)
+        make("crae", 40.0, seed, changed=FAST | dict(pflop=0.02))
+        make("crae", 20.0, seed, changed=FAST | dict(pflop=0.4))
+        make("crae", 99.0, seed, rot_dim=8)                     # neither CRAE nor one of its budgets
+    make("crae", 99.0, 7, finished=False)
+    text = write_report(tmp_path)
+    half = 4.3026527 * 0.1 / math.sqrt(3)                       # differences of -2, -1.9, -1.8; and 1, ...
     interval = f"{-1.9 - half:+.2f} to {-1.9 + half:+.2f}"
-    assert f"| CRAE+ is better than CRAE | 250 | -6.31 | -1.90 | {interval} | 3 | **holds** |" in text
-    same = "+1.00 | +1.00 to +1.00"
-    assert f"| CRAE is better than S4L | 250 | -15.59 | {same} | 3 | **does not hold** |" in text
+    assert f"| CRAE+ is better than CRAE | 250 | -6.31 | -1.90 | {interval} | 3 | holds |" in text
+    interval = f"{1.1 - half:+.2f} to {1.1 + half:+.2f}"
+    assert f"| CRAE is better than S4L | 250 | -15.59 | +1.10 | {interval} | 3 | does not hold |" in text
     assert "| CRAE | 40.00 ± 0.00 (3) | 31.00 ± 1.00 (3) | 20.00 ± 0.00 (3) |" in text
-    mechanism = figures["cifar10_setting2_250_mechanism.png"]
-    assert [line.get_label() for line in mechanism.axes[0].lines] == ["CRAE (3)", "CRAE+ (3)",
-                                                                      "detached p(y|x) (3)"]
-    assert mechanism.axes[0].lines[0].get_xydata().tolist() == [[1.0, pytest.approx(80.0)]]
-    assert mechanism.axes[2].lines[0].get_xydata().tolist() == [[1.0, 50.0]]
-    lines = figures["cifar10_250_recipe-fast_compute.png"].axes[0].lines
-    end = lines[-2].get_xydata()[-1]                            # the dashed line; the last one is vertical
-    power = math.log(20 / 31) / math.log(0.4 / 0.1)
+    panels, = [figure.axes for name, figure in figures.items() if name.endswith("250_mechanism.png")]
+    assert [line.get_label() for line in panels[0].lines] == ["CRAE (3)", "CRAE+ (3)", "detached p(y|x) (3)"]
+    for axes, points in zip(panels, ([[0.5, 80], [1, 40]], [[0.5, 81], [1, 32]], [[0.5, 50], [1, 50]])):
+        assert axes.lines[0].get_xydata() == pytest.approx(np.array(points, float))
+    lines = figures["cifar10_compute0.png"].axes[0].lines
+    dashed, = [line for line in lines if line.get_linestyle() == "--"]
     hour = 0.2 * 312e12 * 3600 / 1e15                           # an A100 at a fifth of its peak, in PFLOP
-    assert end.tolist() == pytest.approx([hour, 20 * (hour / 0.4) ** power])
+    power = math.log(20 / 31) / math.log(0.4 / 0.1)
+    assert dashed.get_xydata()[-1] == pytest.approx([hour, 20 * (hour / 0.4) ** power])
+
+
+@pytest.mark.parametrize("errors, budgets", [
+    ((0.0, 0.0), (0.1, 0.4)), ((5.0, 0.0), (0.1, 0.4)), ((5.0, 10.0), (0.1, 0.4)),
+    ((20.0, 10.0), (100, 1000))])
+def test_no_prediction_without_a_power_law(tmp_path, figures, errors, budgets):
+    for error, budget in zip(errors, budgets):
+        for method in "crae", "a method of my own":
+            helpers.make_run(tmp_path / "runs", method, errors=[error], changed=dict(pflop=budget))
+    text = write_report(tmp_path)
+    figure = figures["digits_compute0.png"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["CRAE", "a method of my own"]
+    assert not [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert f"| a method of my own | {errors[0]:.2f} (1) | {errors[1]:.2f} (1) |" in text
+
+
+def test_other_settings_have_figures_of_their_own(tmp_path, figures):
+    for arch in "a", "b":
+        for budget, error in (0.1, 20.0), (0.4, 10.0):
+            helpers.make_run(tmp_path / "runs", errors=[error], changed=dict(pflop=budget, arch=arch))
+    text = write_report(tmp_path)
+    assert {"digits_compute0.png", "digits_compute1.png"} <= figures.keys()
+    assert "## Error against compute, digits, 50 labels, arch a" in text
+
+
+def test_the_mechanism_of_many_evaluations(tmp_path, figures):
+    for method in "crae", "detach":
+        helpers.make_run(tmp_path / "runs", method, errors=[20.0] * 150, heads=3)
+    write_report(tmp_path)
+    assert len(figures["digits_50_mechanism.png"].axes[0].lines[0].get_xydata()) == 150
