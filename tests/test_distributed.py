@@ -29,7 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 ENVIRONMENT = dict(os.environ, OMP_NUM_THREADS="1")
 
 FAST = dict(recipe="fast", arch="fast-4-8-8", precision="fp32", unlabeled=12)
-IMAGES = dict(dataset="IMAGES", labels="50%", image_size=16, workers=1, lr=0.005)       # IMAGES: see `job`
+IMAGES = dict(dataset="IMAGES", labels="50%", image_size=16, workers=1, lr=0.002)       # IMAGES: see `job`
 JOBS = [
     dict(), dict(plus=True), dict(select="random"),
     *(dict(method=m) for m in ("s4l", "mixup", "mixmatch", "vat", "fixmatch")),
