@@ -104,14 +104,17 @@ def paired_interval(differences):
 
 
 def judge(low, high, seeds, margin=0.0):
-    """The verdict for one number of labels. Equal differences give no interval: errors on few test images."""
+    """The verdict for one number of labels.
+
+    If all differences are equal, as can happen with few test images, there is no interval.
+    """
     if seeds < LEAST_SEEDS or high - low < 1e-9:
         return "cannot be told"
     return "holds" if high < margin else "does not hold" if low > margin else "cannot be told"
 
 
 def judge_all(rows):
-    """The verdict on a claim from its rows, one per number of labels; those with enough seeds count."""
+    """The verdict on a claim from its rows, one per number of labels. Only rows with enough seeds count."""
     verdicts = {row["verdict_here"] for row in rows if row["seeds"] >= LEAST_SEEDS}
     if "does not hold" in verdicts:
         return "does not hold"
