@@ -1,8 +1,9 @@
 """The paper's claims, and what the runs say about them: paired differences over seeds, one verdict per claim.
 
-The rule was fixed before the runs. A claim states that a difference between methods is negative: the error
-of one minus the error of the other for the same seed, that is for the same labelled images. The 95 % interval
-of its mean comes from Student's t distribution over the seeds. The claim
+The rule was fixed before the runs of docs/reproduction.md, and refined while the first of them ran. A claim
+states that a difference between methods is negative: the error of one minus the error of the other for the
+same seed, that is for the same labelled images. The 95 % interval of its mean comes from Student's t
+distribution over the seeds. The claim
 
     holds               if the whole interval is below the margin, which is 0 for most claims
     does not hold       if the whole interval is above the margin
