@@ -102,6 +102,8 @@ def list_folder(root, labels_file=None):
     with a table of labels, all images in it; with train/, the folders train/<class>/*, test/<class>/* and/or
     val/<class>/*, and unlabeled/*; else <class>/* and unlabeled/*.
     """
+    if root.resolve() == root.resolve().parent:         # it would search the whole disk
+        raise cli.Refused(f"--dataset {root}: is the root of the disk; give the folder of your images")
     unread, table = [], labels_file and tables.is_table(labels_file)
     has_parts = not table and (root / "train").is_dir()
     if table:

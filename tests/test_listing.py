@@ -98,6 +98,7 @@ def test_folders_that_are_refused(tmp_path):
     refused(tmp_path / "british", "rename unlabelled/ to unlabeled/")
     (tmp_path / "none" / "train" / ".cache").mkdir(parents=True)
     refused(tmp_path / "none", "train/ contains no class folder")
+    refused("/", "is the root of the disk")
 
 
 # ---------------------------------------------------------------- files that look like images
