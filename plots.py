@@ -299,7 +299,8 @@ def plot_curves(methods, title, path):
         steps, errors = zip(*m["points"]) if m["points"] else ((), ())
         axes.plot(steps, errors, color=colour(m["colour"]), label=m["name"], linewidth=1.2,
                   marker=MARKERS[k % len(MARKERS)], markersize=5, markevery=max(1, len(steps) // 8))
-    axes.set_xlabel("step")
+    ends = [m["points"][-1][0] for m in methods if m["points"]] or [1]
+    axes.set(xlabel="step", xscale="log" if max(ends) > 4 * min(ends) else "linear")    # 4: our choice
     finish_errors(figure, axes, title, path)
 
 
@@ -440,8 +441,7 @@ def plot_scaling(rows, path):
             heights = [float(row[column]) for row in points]
             axes.plot(values, [h / heights[0] for h in heights], marker="o", label=text)
         axes.plot(values, [v / values[0] for v in values], color="grey", linestyle=":", label="proportional")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2)
+        axes.loglog(base=2)
         axes.set_xticks(values, [f"{v:g}" for v in values])
         axes.set(xlabel=name)
         axes.grid(alpha=0.3)
