@@ -107,6 +107,15 @@ def test_the_curve_has_markers_at_both_ends_and_at_most_twenty(n, tmp_path, figu
     assert n == 1 or gaps.max() - gaps.min() <= 1               # evenly spaced
 
 
+def test_curves_have_a_logarithmic_axis_if_their_lengths_differ_a_lot(tmp_path, figures):
+    def scale(*ends):
+        methods = [dict(name=str(end), colour=0, points=[(1, 50.0), (end, 40.0)]) for end in ends]
+        plots.plot_curves([*methods, dict(name="none", colour=3, points=[])], "t", tmp_path / "curves.png")
+        return figures[-1].axes[0].get_xscale()
+
+    assert [scale(100, 400), scale(100, 401), scale()] == ["linear", "log", "linear"]
+
+
 def test_the_figure_of_the_method_shows_the_numbers_of_each_rotation(tmp_path, figures):
     copies, p_y, R, p_z = example(C=3)
     plots.plot_method(copies, p_y, R, p_z, ["cat", "dog", "$x$"], 1, tmp_path / "x.png")
