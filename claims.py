@@ -10,7 +10,8 @@ distribution over the seeds. The claim
     cannot be told      otherwise, and with fewer than three seeds
 
 With several numbers of labels, a claim holds if it holds for all of them that have three seeds, and it does
-not hold if it fails for one of them. Nothing corrects for the number of claims: of 20 intervals, one is expected to miss.
+not hold if it fails for one of them. Nothing corrects for the number of claims: of 20 intervals, one is
+expected to miss.
 """
 import math
 import statistics
