@@ -140,14 +140,18 @@ def paper_difference(dataset, labels, factors):
     return sum(factor * errors[method] for method, factor in factors.items())
 
 
-def claim_rows(runs):
-    """One dict per claim and number of labels that has paired runs. runs: of one dataset and setting."""
+def claim_rows(runs, same_steps=()):
+    """One dict per claim and number of labels that has paired runs. runs: of one dataset and setting.
+
+    same_steps: runs of equal length, if those in `runs` have equal compute. They add the key `same_steps`,
+    the differences that they show, but do not change a verdict.
+    """
     rows = []
     for claim, factors, options in CLAIMS:
         measure, margin = options.get("measure", "error"), options.get("margin", 0.0)
         found = []
         for labels in sorted({r["labels"] for r in runs}, key=label_order):
-            some = [r for r in runs if r["labels"] == labels]
+            some, others = ([r for r in group if r["labels"] == labels] for group in (runs, same_steps))
             differences = list(paired_differences(some, factors, measure).values())
             if not differences:
                 continue
@@ -155,6 +159,7 @@ def claim_rows(runs):
             paper = paper_difference(some[0]["dataset"], labels, factors) if measure == "error" else None
             found.append(dict(claim=claim, labels=labels, paper=paper, mean=mean, low=low, high=high,
                               seeds=len(differences),
+                              same_steps=list(paired_differences(others, factors, measure).values()),
                               verdict_here=judge(low, high, len(differences), margin)))
         rows += [row | dict(verdict=judge_all(found)) for row in found]
     return rows
@@ -162,17 +167,28 @@ def claim_rows(runs):
 
 def claim_table(rows):
     """The lines of a table with one line per claim and number of labels."""
-    head = ["claim", "labels", "difference in the paper", "here", "95 % interval", "seeds", "verdict"]
+    second = any(row["same_steps"] for row in rows)
+    head = ["claim", "labels", "difference in the paper", "here", "95 % interval", "seeds", "verdict",
+            *(["at equal steps (seeds)"] if second else [])]
     lines, before = [table_line(head), "|---" * len(head) + "|"], None
     for row in rows:
         paper = "–" if row["paper"] is None else f"{row['paper']:+.2f}"
-        interval = "–" if math.isnan(row["low"]) else f"{row['low']:+.2f} to {row['high']:+.2f}"
         first = row["claim"] != before
         claim, verdict = (row["claim"].replace("|", "\\|"), row["verdict"]) if first else ("", "")
-        lines.append(table_line([claim, str(row["labels"]), paper, f"{row['mean']:+.2f}", interval,
-                                 str(row["seeds"]), verdict]))
+        cells = [claim, str(row["labels"]), paper, f"{row['mean']:+.2f}",
+                 interval_text(row["low"], row["high"]), str(row["seeds"]), verdict]
+        if second and row["same_steps"]:
+            mean, low, high = paired_interval(row["same_steps"])
+            cells += [f"{mean:+.2f}, {interval_text(low, high)} ({len(row['same_steps'])})"]
+        elif second:
+            cells += [""]
+        lines.append(table_line(cells))
         before = row["claim"]
     return lines
+
+
+def interval_text(low, high):
+    return "–" if math.isnan(low) else f"{low:+.2f} to {high:+.2f}"
 
 
 # ---------------------------------------------------------------- figures
@@ -224,9 +240,9 @@ def compute_table(methods):
     return [table_line(head), "|---" * len(head) + "|", *map(table_line, rows)]
 
 
-def write_claims(runs, dataset, setting, stem, names, out):
+def write_claims(runs, same_steps, dataset, setting, stem, names, out):
     """The verdicts and the mechanism of one dataset and setting as lines of the report; writes the figure."""
-    rows = claim_rows(runs)
+    rows = claim_rows(runs, same_steps)
     lines = []
     if any(row["seeds"] >= LEAST_SEEDS for row in rows):
         lines += [f"### The paper's claims, {dataset}{f', {setting}' if setting else ''}", "",

@@ -36,7 +36,8 @@ TABLES = {
     "slfsl": ("SlfSL based SemSL", dict(
         labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L",
         s4l_upright="S4L, class loss on upright copies (not in the paper)",
-        s4l_weight2="S4L, weight 2 (not in the paper)", crae="CRAE")),
+        s4l_weight2="S4L, weight 2 (not in the paper)",
+        s4l_weight1="S4L, weight 1 instead of the fast recipe's 2 (not in the paper)", crae="CRAE")),
     "sota": ("SOTA SemSL", dict(
         labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
         vat="VAT", mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA",
@@ -85,6 +86,32 @@ with fast-SWA for 780 epochs."""
 def setting_of(run):
     """The flags that differ from the preset, as text; empty for the preset itself."""
     return ", ".join(f"{k} {v}" for k, v in sorted(run["changed"].items()))
+
+
+def without(changed, name):
+    return {k: v for k, v in changed.items() if k != name}
+
+
+def runs_by_steps(runs):
+    """Runs with --pflop as runs with --steps, which they equal bit by bit, where such a setting was run.
+
+    So a table of runs of equal length has all of its methods, and none is trained twice.
+    """
+    settings = [r["changed"] for r in runs if "steps" in r["changed"]]
+    trained = [(r["changed"], r["method"], r["labels"], r["seed"], r["rot_dim"]) for r in runs]
+    found = [r | dict(changed=without(r["changed"], "pflop") | dict(steps=r["steps"]))
+             for r in runs if "pflop" in r["changed"]]
+    return [r for r in found if r["changed"] in settings
+            and (r["changed"], r["method"], r["labels"], r["seed"], r["rot_dim"]) not in trained]
+
+
+def equal_steps(runs, of_dataset):
+    """For runs with --pflop: runs with --steps, as long as one of them, and otherwise of the same setting."""
+    setting, lengths = runs[0]["changed"] if runs else {}, {r["steps"] for r in runs}
+    if "pflop" not in setting:
+        return []
+    return [r for r in of_dataset if r["changed"].get("steps") in lengths
+            and without(r["changed"], "steps") == without(setting, "pflop")]
 
 
 # ---------------------------------------------------------------- tables
@@ -330,10 +357,12 @@ def write_sections(found, out):
         while stem in taken:                # another dataset whose path has the same end
             stem += "_"
         taken.add(stem)
+        runs += runs_by_steps(runs)
         for k, setting in enumerate(dict.fromkeys(["", *map(setting_of, runs)])):
             of_setting = [r for r in runs if setting_of(r) == setting]
             start = f"{stem}_setting{k}" if k else stem
-            rows, absent = write_setting(of_setting, dataset, setting, start, out)
+            same_steps = equal_steps(of_setting, runs)
+            rows, absent = write_setting(of_setting, same_steps, dataset, setting, start, out)
             lines, missing = lines + rows, missing + absent
         lines += claims.write_compute(runs, dataset, stem, METHODS, out)
     return lines, list(dict.fromkeys(missing))
@@ -347,7 +376,7 @@ def what_counts(runs):
     return " or ".join(texts)
 
 
-def write_setting(runs, dataset, setting, stem, out):
+def write_setting(runs, same_steps, dataset, setting, stem, out):
     """The tables and figures of one dataset and setting, and the paper's missing cells."""
     in_paper = any((r["dataset"], r["metric"]) == (dataset, "error") for r in presets.paper_numbers())
     with_paper = in_paper and not setting
@@ -360,7 +389,7 @@ def write_setting(runs, dataset, setting, stem, out):
         rows, absent = error_table(table, title, rows, dataset, runs, with_paper)
         lines += [*rows, ""] if rows else []
         missing += absent
-    lines += claims.write_claims(runs, dataset, setting, stem, METHODS, out)
+    lines += claims.write_claims(runs, same_steps, dataset, setting, stem, METHODS, out)
     return lines + write_figures(runs, dataset, stem, with_paper, out), missing
 
 

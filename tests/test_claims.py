@@ -176,6 +176,34 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
     assert dashed.get_xydata()[-1] == pytest.approx([hour, 20 * (hour / 0.4) ** power])
 
 
+def test_a_second_column_shows_equal_steps(tmp_path):
+    def make(method, errors, seed, changed):
+        run = helpers.make_run(tmp_path / "runs", method, "cifar10", 250, seed, errors=errors, heads=3,
+                               changed=changed, diversity=False)
+        helpers.change_config(run, recipe="fast")
+
+    short = dict(recipe="fast", steps=20)
+    for seed in range(3):
+        make("crae", [80.0, 30.0], seed, FAST)                  # 40 steps
+        make("crae_plus", [31.0 + 0.1 * seed], seed, FAST)      # 20 steps: also the run with --steps 20
+        make("crae", [35.0], seed, short)
+        make("s4l", [80.0, 50.0 + seed], seed, FAST)
+        make("crae", [99.0], seed, FAST | dict(pflop=0.02, lr=0.1))
+        make("crae_plus", [90.0], seed, FAST | dict(pflop=0.02, lr=0.1))        # another setting
+    make("crae_plus", [44.0], 3, FAST | dict(pflop=0.05))       # another budget with 20 steps
+    text = write_report(tmp_path)
+    half = 4.3026527 * 0.1 / math.sqrt(3)                       # differences of 1, 1.1, 1.2; and -4, ...
+    row = (f"| CRAE+ is better than CRAE | 250 | -6.31 | +1.10 | {1.1 - half:+.2f} to {1.1 + half:+.2f} | 3 "
+           f"| does not hold | -3.90, {-3.9 - half:+.2f} to {-3.9 + half:+.2f} (3) |")
+    assert row in text
+    row, = [line for line in text.splitlines() if line.startswith("| CRAE is better than S4L |")]
+    assert row.endswith("| holds |  |")                         # no S4L with 20 steps
+    # The table of runs with 20 steps has both methods, the list of all runs has each run once.
+    section = text.partition("## cifar10, with recipe fast, steps 20")[2].partition("\n## ")[0]
+    assert "| CRAE | 35.00 ± 0.00 (3) |" in section and "| CRAE+ | 34.33 ± 6.45 (4) |" in section
+    assert text.count("cifar10_250_crae_plus_0_fast_0.1_None") == 1
+
+
 @pytest.mark.parametrize("errors, budgets", [
     ((0.0, 0.0), (0.1, 0.4)), ((5.0, 0.0), (0.1, 0.4)), ((5.0, 10.0), (0.1, 0.4)),
     ((20.0, 10.0), (100, 1000))])
