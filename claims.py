@@ -19,7 +19,7 @@ import statistics
 import estimates
 import plots
 import presets
-from overview import label_order, mean_std, table_line
+from overview import file_name, label_order, mean_std, table_line, unused_name
 
 LEAST_SEEDS = 3                         # our choice: with two seeds, the interval is +- 9 standard deviations
 CHANCE = "chance"                       # in place of a method: a matrix of heads that are all alike
@@ -260,16 +260,17 @@ def write_claims(runs, same_steps, dataset, setting, stem, names, out):
 
 def write_compute(runs, dataset, stem, names, out):
     """Error against compute: a table and a figure for runs that differ in --pflop, method and seed only."""
-    groups, lines = {}, []
+    groups, lines, taken = {}, [], set()
     for r in runs:
         if "pflop" in r["changed"]:
             others = ", ".join(f"{k} {v}" for k, v in sorted(r["changed"].items()) if k != "pflop")
             groups.setdefault((r["labels"], others), []).append(r)
-    for k, (labels, others) in enumerate(sorted(groups, key=lambda key: (label_order(key[0]), key[1]))):
+    for labels, others in sorted(groups, key=lambda key: (label_order(key[0]), key[1])):
         methods = compute_points(groups[labels, others], names)
         if methods:
             title = ", ".join(filter(None, [f"{dataset}, {labels} labels", others]))
-            name = f"{stem}_compute{k}.png"
+            start = "_".join(filter(None, [stem, file_name(f"{labels} labels"), file_name(others)]))
+            name = f"{unused_name(start, taken)}_compute.png"
             plots.plot_compute(methods, estimates.GPU_HOUR / 1e15, title, out / name)
             lines += [f"## Error against compute, {title}", "", *compute_table(methods), "",
                       f"![error against compute, {title}]({name})", ""]

@@ -72,6 +72,15 @@ def file_name(text):
     return re.sub(r"[^\w.-]+", "-", Path(text).name)
 
 
+def unused_name(name, taken):
+    """The start of the names of figures: of at most 100 characters, and not taken by others with that end."""
+    name = name[:100]
+    while name in taken:
+        name += "_"
+    taken.add(name)
+    return name
+
+
 def label_order(labels):
     """Sort key of label counts: 40 listed, 250, 4000, 1%, all."""
     text = str(labels).split()[0].rstrip("%")

@@ -29,7 +29,7 @@ import pages
 import plots
 import presets
 import results
-from overview import file_name, label_order, mean_std, table_line
+from overview import file_name, label_order, mean_std, table_line, unused_name
 
 # The paper's tables: title, and rows as method: name.
 TABLES = {
@@ -353,14 +353,11 @@ def write_sections(found, out):
             rows, absent = imagenet_table([r for r in runs if not setting_of(r)])
             lines += ["## imagenet, accuracies", "", f"Accuracies in percent: {what_counts(runs)}.", ""]
             lines, missing = [*lines, *rows, ""], missing + absent
-        stem = file_name(dataset)
-        while stem in taken:                # another dataset whose path has the same end
-            stem += "_"
-        taken.add(stem)
+        stem = unused_name(file_name(dataset), taken)
         runs += runs_by_steps(runs)
-        for k, setting in enumerate(dict.fromkeys(["", *map(setting_of, runs)])):
+        for setting in dict.fromkeys(["", *map(setting_of, runs)]):
             of_setting = [r for r in runs if setting_of(r) == setting]
-            start = f"{stem}_setting{k}" if k else stem
+            start = unused_name(f"{stem}_{file_name(setting)}", taken) if setting else stem
             same_steps = equal_steps(of_setting, runs)
             rows, absent = write_setting(of_setting, same_steps, dataset, setting, start, out)
             lines, missing = lines + rows, missing + absent

@@ -169,7 +169,7 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
     assert [line.get_label() for line in panels[0].lines] == ["CRAE (3)", "CRAE+ (3)", "detached p(y|x) (3)"]
     for axes, points in zip(panels, ([[0.5, 80], [1, 40]], [[0.5, 81], [1, 32]], [[0.5, 50], [1, 50]])):
         assert axes.lines[0].get_xydata() == pytest.approx(np.array(points, float))
-    lines = figures["cifar10_compute0.png"].axes[0].lines
+    lines = figures["cifar10_250-labels_recipe-fast_compute.png"].axes[0].lines
     dashed, = [line for line in lines if line.get_linestyle() == "--"]
     hour = 0.2 * 312e12 * 3600 / 1e15                           # an A100 at a fifth of its peak, in PFLOP
     power = math.log(20 / 31) / math.log(0.4 / 0.1)
@@ -212,7 +212,7 @@ def test_no_prediction_without_a_power_law(tmp_path, figures, errors, budgets):
         for method in "crae", "a method of my own":
             helpers.make_run(tmp_path / "runs", method, errors=[error], changed=dict(pflop=budget))
     text = write_report(tmp_path)
-    figure = figures["digits_compute0.png"]
+    figure = figures["digits_50-labels_compute.png"]
     assert [t.get_text() for t in figure.legends[0].get_texts()] == ["CRAE", "a method of my own"]
     assert not [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert f"| a method of my own | {errors[0]:.2f} (1) | {errors[1]:.2f} (1) |" in text
@@ -223,7 +223,7 @@ def test_other_settings_have_figures_of_their_own(tmp_path, figures):
         for budget, error in (0.1, 20.0), (0.4, 10.0):
             helpers.make_run(tmp_path / "runs", errors=[error], changed=dict(pflop=budget, arch=arch))
     text = write_report(tmp_path)
-    assert {"digits_compute0.png", "digits_compute1.png"} <= figures.keys()
+    assert {f"digits_50-labels_arch-{arch}_compute.png" for arch in "ab"} <= figures.keys()
     assert "## Error against compute, digits, 50 labels, arch a" in text
 
 

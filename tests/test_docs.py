@@ -10,10 +10,25 @@ END = "## What to run on a GPU"         # the tables below this heading are calc
 
 
 @pytest.fixture(scope="module")
-def printed(tmp_path_factory):
+def report_folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("report")
     report.write_report(str(HERE / "results"), out=str(out))
-    return (out / "report.md").read_text()
+    return out
+
+
+@pytest.fixture(scope="module")
+def printed(report_folder):
+    return (report_folder / "report.md").read_text()
+
+
+def test_make_figures_copies_what_the_report_draws_to_where_the_pages_look(report_folder):
+    text = (HERE / "Makefile").read_text()
+    name, value = re.search(r"^(FAST) = (\S+)$", text, re.MULTILINE).groups()
+    copied = re.findall(r"cp report/(\S+) (docs/\S+)", text.replace(f"$({name})", value))
+    pages = "".join((HERE / page).read_text() for page in ("docs/results.md", "docs/reproduction.md"))
+    assert len(copied) >= 7
+    assert [drawn for drawn, _ in copied if not (report_folder / drawn).is_file()] == []
+    assert [path for _, path in copied if f"({path.removeprefix('docs/')})" not in pages] == []
 
 
 def test_every_table_of_the_reproduction_page_is_in_the_report(printed):

@@ -261,7 +261,8 @@ def test_listed_labels_are_not_called_all_labels(tmp_path):
     text = (tmp_path / "report" / "report.md").read_text()
     section = text.split("## my.npz, with labels_file my list.txt")[1].split("\n## ")[0]
     assert "| Method, my.npz | 50 listed labels |" in section and "all labels" not in section
-    assert "| 11.00 (1) |" in section and "(my.npz_setting1_50-listed_diversity_crae.png)" in section
+    assert "| 11.00 (1) |" in section
+    assert "(my.npz_labels_file-my-list.txt_50-listed_diversity_crae.png)" in section
     assert "| Method, my.npz | all labels |" in text.replace(section, "")
     table = text.split("## Means")[0]
     assert "| all (50) | CRAE | 10.00 |" in table and "| 50 listed | CRAE | 11.00 |" in table
