@@ -4,11 +4,13 @@ import time
 import devices
 import distributed
 import metrics
+import progress
 import settings
 import training
 
-# We chose these: steps before the clock starts (the first ones are slower), and how long it runs.
-WARM_UP, SECONDS, MOST_STEPS = 3, 3.0, 30
+# We chose these: steps before the clock starts (the first ones are slower), how long it runs, and images of
+# each set of an evaluation.
+WARM_UP, SECONDS, MOST_STEPS, MOST_IMAGES = 3, 3.0, 30, 512
 
 
 def set_steps(config, builds, loaded):
@@ -37,6 +39,7 @@ def fit_into_minutes(config, builds, loaded):
     The steps that are timed change copies.
     """
     began = time.perf_counter()
+    print("measuring how long a step and an evaluation take", flush=True)
     trial = dict(config)
     settings.set_steps(trial, 10_000)                           # any number that the timed steps do not reach
     times = [measure(build, loaded, trial) for build in builds]
@@ -44,8 +47,12 @@ def fit_into_minutes(config, builds, loaded):
     steps = steps_in(seconds, config, *(sum(column) for column in zip(*times)))
     steps = -int(distributed.agree(-steps)[0])                  # the smallest number of all processes
     settings.set_steps(config, steps)
-    print(f"{steps} {'step fits' if steps == 1 else 'steps fit'} into {config['minutes']:g} minutes: "
-          f"{sum(step for step, *_ in times):.3g} s per step", flush=True)
+    per_step = sum(step for step, *_ in times)
+    if steps == 1:
+        print(f"note: --minutes {config['minutes']:g} is not enough for more than one step of "
+              f"{per_step:.3g} s and its evaluation", flush=True)
+    else:
+        print(f"{steps} steps fit into {config['minutes']:g} minutes: {per_step:.3g} s per step", flush=True)
 
 
 def steps_in(seconds, config, per_step, quick, full):
@@ -72,12 +79,15 @@ def measure(build, loaded, config):
     training.check_finite(state, config)
     passed = time.perf_counter() - began
     state.batches.close()
-    quick = timed_evaluation(state, True) if config["quick_eval"] else 0.0
-    return passed / (step - WARM_UP), quick, timed_evaluation(state, False)
+    quick = timed_evaluation(state, config, True) if config["quick_eval"] else 0.0
+    return passed / (step - WARM_UP), quick, timed_evaluation(state, config, False)
 
 
-def timed_evaluation(state, quick):
+def timed_evaluation(state, config, quick):
+    """Seconds per evaluation, from a part of its images."""
+    some = {part: i[:MOST_IMAGES] for part, i in state.index.items()}
+    has_heads = state.net.rotation is not None
+    timed, all_of_them = (metrics.images_measured(index, quick, has_heads) for index in (some, state.index))
     began = time.perf_counter()
-    metrics.measure(state.net, state.ema, state.images, state.labels, state.index, len(state.classes),
-                    state.p_z, quick)
-    return time.perf_counter() - began
+    training.evaluate(state, config, some, quick, progress.unwatched)
+    return (time.perf_counter() - began) * all_of_them / timed

@@ -103,7 +103,7 @@ RUN_FLAGS = {
                               "centre (default: the preset's)"),
     "seed": (int, 0, "seed of the split, the weights and the batches; "
                      "methods with the same seed share their split"),
-    "data_dir": (str, "data", "folder of downloaded datasets"),
+    "data_dir": (str, "data", "folder of downloaded datasets; a <dataset>.npz in it replaces a download"),
     "out": (str, None, "folder of this run "
                        "(default: runs/<dataset>_<labels>_<method>_<seed>_<differences from the preset>)"),
     "device": (str, None, "cpu, cuda or cuda:<number> (default: cuda if available)"),

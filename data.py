@@ -162,6 +162,11 @@ def load_named_npz(dataset, path):
     if found != numbers:
         raise cli.Refused(f"--data_dir {path.parent}: the labels in {path.name} must be 0 to {numbers[-1]}, "
                           f"as in {dataset}; correct or remove the file")
+    with np.load(path) as arrays:
+        has_validation = "val_images" in arrays.files
+    if has_validation:
+        raise cli.Refused(f"--data_dir {path.parent}: {path.name} contains val_images, but the validation "
+                          f"images of {dataset} are drawn from its training images; remove them")
     needed = {"test"} | ({"unlabeled"} if dataset == "svhn_extra" else set())
     if needed - pieces.keys():
         missing = " and ".join(f"{part}_images" for part in sorted(needed - pieces.keys()))

@@ -23,12 +23,12 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import datasets
 from torchvision.transforms import RandomResizedCrop
 from torchvision.transforms.v2 import functional as TF
-from tqdm import tqdm
 
 import cli
 import devices
 import distributed
 import listing
+import progress
 
 SMALLEST = 8        # pixels; we chose the smallest size that still gives flip_and_crop a padding of one pixel
 
@@ -109,8 +109,7 @@ def try_files(read, pieces, root, skip_broken):
     with ThreadPoolExecutor() as pool:
         for part, (files, _) in pieces.items():
             jobs = [(part, i, file) for i, file in enumerate(files)]
-            problems = list(tqdm(pool.map(attempt, jobs), f"reading {part}", len(files),
-                                 disable=distributed.hide_bar(), leave=False))
+            problems = list(progress.count_through(pool.map(attempt, jobs), f"reading {part}", len(files)))
             good[part] = np.array([problem is None for problem in problems], bool)
             broken += [(file, problem) for file, problem in zip(files, problems) if problem]
     for file, problem in broken:

@@ -23,6 +23,7 @@ import cli
 import data
 import listing
 import plots
+import progress
 import sheets
 
 # We chose both: three rows of eight images are enough to see what is easy, and five to see what goes wrong.
@@ -231,7 +232,7 @@ def read_other_folder(root, classes, decode):
         raise cli.Refused(f"--other {root}: contains no images; put them into one folder per class")
     with ThreadPoolExecutor() as pool:
         jobs = [(file, None) for file, _ in listed]
-        decoded = list(tqdm(pool.map(decode, jobs), "reading", len(jobs), disable=None, leave=False))
+        decoded = list(progress.count_through(pool.map(decode, jobs), "reading", len(jobs)))
     broken = [(file, problem) for (file, _), (_, problem) in zip(listed, decoded) if problem]
     if broken:
         raise cli.Refused(f"--other {root}: {len(broken)} of {len(listed)} images cannot be read, the first "

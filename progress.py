@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 from tqdm import tqdm
 
+import devices
 import distributed
 
 # In seconds; we chose all of them.
@@ -47,16 +48,17 @@ def print_config(config, resolved):
 
 
 @contextmanager
-def show(run, config):
+def show(run, config, sizes=(1, 1)):
     """Show a bar on a terminal until the block ends. Yields what is shown, for the functions below.
 
     run: the changing numbers of the run (step, row_step, terms), see training.start
+    sizes: the images of an evaluation during the run, and of the last one
     """
     now = time.perf_counter()
     with tqdm(desc=stage_of(config) or None, total=config["steps"], initial=run["step"], miniters=1,
               bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}", disable=distributed.hide_bar()) as bar:
         yield SimpleNamespace(
-            bar=bar, run=run, config=config, losses={}, announced=None, advised=False,
+            bar=bar, run=run, config=config, sizes=sizes, losses={}, announced=None, advised=False,
             # Times of the next read, the last line, the last step or batch, and the start of an evaluation.
             read_at=now + FIRST_READ, line_at=now, tick_at=now, evaluation_at=None,
             # Only this session is timed, without its first step, which takes longer: first is when it ended,
@@ -69,6 +71,17 @@ def stage_of(config):
     if config.get("base") != "fine_tune" or config["pretrained"]:
         return ""
     return STAGES[0] if config["method"] == "rotation" else STAGES[1]
+
+
+def count_through(items, words, total):
+    """Yield the items and show how many are done: a bar on a terminal, elsewhere a line every half minute."""
+    line_at, hidden = time.perf_counter(), distributed.hide_bar()
+    with tqdm(items, words, total, disable=hidden, leave=False) as bar:
+        for done, item in enumerate(bar, start=1):
+            yield item
+            if bar.disable and not hidden and time.perf_counter() > line_at + LINE_EVERY:
+                line_at = time.perf_counter()
+                print(f"{words}: {done:,} of {total:,}", flush=True)
 
 
 # ---------------------------------------------------------------- steps
@@ -189,8 +202,12 @@ def time_left(shown, now):
     left = shown.seconds_per_step * (shown.config["steps"] - shown.run["step"])
     if shown.evaluations:
         each = shown.seconds_of_evaluations / shown.evaluations
-        passed = now - shown.evaluation_at if shown.evaluation_at is not None else 0
-        left += each * evaluations_left(shown.run, shown.config) - min(passed, each)
+        times = [each] * evaluations_left(shown.run, shown.config)
+        usual, last = shown.sizes
+        times[-1:] = [each * last / usual for _ in times[-1:]]  # the last one may measure more images
+        left += sum(times)
+        if shown.evaluation_at is not None:                     # one of them is under way
+            left -= min(now - shown.evaluation_at, times[0])
     return left
 
 
@@ -233,16 +250,18 @@ def announce(shown, now):
     text += f" and {evaluations}" if known == "all" else f", plus {evaluations}, which take an unknown time"
     stage = stage_of(config)
     text = f"{stage}: {text}" if stage else text
-    say(shown, f"{text}; stage 2 takes additional time" if stage == STAGES[0] else text)
-    if seconds > LONG and config["device"] == "cpu" and not shown.advised:
+    first_stage = stage == STAGES[0]
+    say(shown, f"{text}; stage 2 takes additional time, but not more than stage 1" if first_stage else text)
+    if seconds * (2 if first_stage else 1) > LONG and config["device"] == "cpu" and not shown.advised:
         shown.advised = True
         say(shown, how_to_shorten(config))
 
 
 def how_to_shorten(config):
     fast = ["--recipe fast"] if config.get("recipe") == "paper" and config["dataset"] != "imagenet" else []
-    return ("to make it shorter: " + ", ".join([*fast, "fewer --steps", "a smaller --arch or --image_size"])
-            + ", or a GPU")
+    bf16 = ["--precision bf16"] if config["precision"] != "bf16" and devices.has_bf16() else []
+    return ("to make it shorter: " + ", ".join([*fast, *bf16, "fewer --steps, or --minutes",
+                                                "a smaller --arch or --image_size"]) + ", or a GPU")
 
 
 # ---------------------------------------------------------------- the bar and the lines

@@ -17,11 +17,11 @@ HARMLESS = ("out", "device", "data_dir", "resume", "save_minutes", "workers", "s
             "accumulate")
 
 
-def resolve(flags, table, script, method, named_by_method=(), constants=None):
+def resolve(flags, table, script, method, named_by_method=(), constants=None, supervised=False):
     """All values of a run, by precedence: the given flags, the method's constants, the dataset's preset.
 
     table: the script's flags. named_by_method: flags that are part of the method's name, so that the default
-    name of the folder does not repeat them.
+    name of the folder does not repeat them. supervised: the method uses no unlabelled images.
     """
     flags = flags | dict(dataset=same_spelling(flags["dataset"]))
     check_values(flags)
@@ -47,7 +47,7 @@ def resolve(flags, table, script, method, named_by_method=(), constants=None):
     config["device"] = devices.select(config["device"], config["deterministic"])
     precision = devices.default_precision(config["device"], config["cpu_precision"])
     config["precision"] = config["precision"] or precision
-    join_processes(config)
+    join_processes(config, supervised)
     changed = differences(given, table, preset | dict(recipe=usual), named_by_method)
     config["out"] = config["out"] or default_folder(config, listed, changed)
     config["rot_dim"] = config.get("rot_dim") or None           # 0: no reduction, even if the preset has one
@@ -105,11 +105,11 @@ def check_values(flags):
         raise cli.Refused(f"--seed {flags['seed']}: must be 0 or more and less than 2^32")
 
 
-def join_processes(config):
+def join_processes(config, supervised):
     """Join torchrun's other processes. Refuses a --batch or --sync_bn that does not suit them."""
     distributed.join(config["device"])
     world, parts = distributed.world(), config["accumulate"]
-    for name in "batch", "unlabeled":
+    for name in ("batch",) if supervised else ("batch", "unlabeled"):
         if (config[name] or 0) % (world * parts):
             raise cli.Refused(f"--{name} {config[name]}: cannot be divided equally among {world} processes "
                               f"with --accumulate {parts}; give a multiple of {world * parts}")

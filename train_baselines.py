@@ -70,13 +70,14 @@ from models import frozen_bn
 MU = 7                                                          # FixMatch: unlabelled images per labelled one
 
 
-def ramp_steps(method, steps):
+def ramp_steps(method, steps, recipe):
     """The number of steps over which the weight of the unlabelled term grows.
 
     In the MixMatch code base, 40 % of the run for all methods but MixMatch, which takes 16,384 steps. In a
-    shorter run, we use 40 % for MixMatch too. fast-SWA starts averaging when the weight is at its maximum.
+    shorter run, and with the fast recipe, we use 40 % for MixMatch too. fast-SWA starts averaging when the
+    weight is at its maximum.
     """
-    if method == "mixmatch":
+    if method == "mixmatch" and recipe == "paper":
         return min(16_384, 0.4 * steps)
     return (training.SWA_START if method == "swa" else 0.4) * steps
 
@@ -330,7 +331,7 @@ def build(config, num_classes):
     constants = presets.of_baseline(method, config["dataset"], config["recipe"])
     own = {name: config[name] for name in constants if name not in ("lr", "weight_decay", "ema")}
     own |= {k: config[k] for k in ("class_copies", "rotations", "labeled_copies") if method == "s4l"}
-    objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps), **own)
+    objective = partial(OBJECTIVES[method], ramp=ramp_steps(method, steps, config["recipe"]), **own)
     schedule = training.cyclic if config["cycles"] else training.constant
     sgd = dict(optimizer=partial(training.make_sgd, nesterov=True), schedule=training.cosine_7_16)
     loop = dict(
@@ -374,7 +375,7 @@ def configure(**flags):
     flags["pretrained"] = pretrained and str(Path(pretrained))  # one spelling
     named = ("method", "class_copies", "rotations", *(["weight"] if method == "s4l" else []))
     name = variant_name(flags, constants.get("weight"))
-    config = settings.resolve(flags, FLAGS, __file__, name, named, constants)
+    config = settings.resolve(flags, FLAGS, __file__, name, named, constants, method == "labeled_only")
     config |= dict(base=method, rot_dim=None)                   # a single head needs no reduction
     if config["crop"] == "resized" and method in SEVERAL_VIEWS:
         possible = ", ".join(m for m in OBJECTIVES if m not in SEVERAL_VIEWS)

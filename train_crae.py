@@ -202,7 +202,8 @@ def configure(**flags):
     if heads == 0 and flags["aux"] not in (None, "none"):
         raise cli.Refused(f"--aux {flags['aux']}: --heads 0 tests the classifier that learned from rotated "
                           "images; omit one of the two flags")
-    if heads == 0 and flags["unlabeled"] and not (ext1 or flags["entmin"]):
+    supervised = heads == 0 and not (ext1 or flags["entmin"])
+    if supervised and flags["unlabeled"]:
         raise cli.Refused(f"--unlabeled {flags['unlabeled']}: without --ext1 or --entmin, --heads 0 uses no "
                           "unlabelled images; omit the flag")
     if flags["rotations"] == "one" and (ext1 or heads == 0):
@@ -218,7 +219,7 @@ def configure(**flags):
     method = method_name(ext1, ext2, flags["entmin"], flags["select"], heads, aux)
     method += "_detach_rotated" if flags["detach_rotated"] else ""
     named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux", "detach_rotated"        # its name
-    config = settings.resolve(flags, FLAGS, __file__, method, named)
+    config = settings.resolve(flags, FLAGS, __file__, method, named, supervised=supervised)
     return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=presets.DEFINITION)
 
 

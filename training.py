@@ -52,7 +52,8 @@ def fit(net, objective, loaded, config, *, p_z=losses.log_p_z, optimizer=None, s
     with run_folder.hold(config["out"]):
         state = start(net, objective, loaded, config, p_z=p_z, optimizer=optimizer, schedule=schedule,
                       average=average, refresh_bn=refresh_bn, unlabeled=unlabeled)
-        with cli.stop_signals() as stop, progress.show(state.run, config) as shown:
+        sizes = evaluation_sizes(state, config)
+        with cli.stop_signals() as stop, progress.show(state.run, config, sizes) as shown:
             for step in range(state.run["step"], steps):
                 take_step(state, config, step)
                 state.run["step"] = step + 1
@@ -229,8 +230,7 @@ def log_row(state, config, shown):
     state.refresh_bn(state.ema, state.net, (augmentation.scale(state.augment(x)) for x, _ in batches))
     distributed.average_bn(state.ema)
     quick = config["quick_eval"] and step < config["steps"]
-    scores, matrix = metrics.measure(state.net, state.ema, state.images, state.labels, state.index,
-                                     len(state.classes), state.p_z, quick, watch)
+    scores, matrix = evaluate(state, config, state.index, quick, watch)
     row = dict(step=step, epoch=step / config["epoch"], seconds=run["seconds"] + passed,
                images_per_second=state.per_step * (step - state.tick_step) / passed,
                lr=state.optimizer.param_groups[0]["lr"], **means, **scores)
@@ -242,6 +242,19 @@ def log_row(state, config, shown):
     run.update(row_step=step, rows=len(state.rows), seconds=run["seconds"] + passed, terms={})
     state.tick, state.tick_step = time.perf_counter(), step
     progress.after_evaluation(shown, state.rows[-1])
+
+
+def evaluate(state, config, index, quick, watch):
+    """metrics.measure. A quick evaluation has the precision of the steps, all others are in float32."""
+    with devices.autocast(config["device"], config["precision"] if quick else "fp32")():
+        return metrics.measure(state.net, state.ema, state.images, state.labels, index, len(state.classes),
+                               state.p_z, quick, watch)
+
+
+def evaluation_sizes(state, config):
+    """The images of an evaluation during the run, and of the last one."""
+    has_heads = state.net.rotation is not None
+    return [metrics.images_measured(state.index, quick, has_heads) for quick in (config["quick_eval"], False)]
 
 
 def save_is_due(state, config):

@@ -282,8 +282,8 @@ def test_neither_cli_nor_presets_nor_the_tables_of_flags_import_torch():
 
 # A file may import files of its own and of earlier groups, but not in a circle.
 ORDER = [["cli"], ["losses", "models", "presets", "devices", "distributed", "tables"],
-         ["augmentation", "listing"], ["folders"], ["data"], ["inventory", "settings"],
-         ["progress", "metrics"], ["run_folder"], ["contact_sheet"],
+         ["augmentation", "listing", "progress"], ["folders"], ["data"], ["inventory", "settings"],
+         ["metrics"], ["run_folder"], ["contact_sheet"],
          ["training", "results", "predictions", "exports", "overview", "pages"], ["budget"],
          ["claims", "sweeps", "estimates", "timing", *(Path(script).stem for script in SCRIPTS)]]
 

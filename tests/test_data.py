@@ -253,6 +253,11 @@ def test_an_npz_file_replaces_the_download_of_a_named_dataset(tmp_path, dataset)
     np.savez(tmp_path / f"{dataset}.npz", **{k: v for k, v in arrays.items() if needed[:4] not in k})
     with pytest.raises(cli.Refused, match=f"contains no {needed}"):
         data.load(dataset, str(tmp_path))
+    val = dict(val_images=x[:50], val_labels=y[:50])
+    for kept in arrays, {k: v for k, v in arrays.items() if not k.startswith("test")}:
+        np.savez(tmp_path / f"{dataset}.npz", **kept | val)
+        with pytest.raises(cli.Refused, match=f"{dataset}.npz contains val_images"):
+            data.load(dataset, str(tmp_path))
 
 
 @pytest.mark.parametrize("dataset, file", [

@@ -22,6 +22,7 @@ import devices
 import distributed
 import evaluate
 import helpers
+import train_baselines
 import train_crae
 from processes import ten_steps
 
@@ -184,6 +185,10 @@ def test_parts_go_through_the_network_one_by_one(tmp_path, monkeypatch):
         train_crae.train(**quick, accumulate=3, out=str(tmp_path / "other"))
     with pytest.raises(cli.Refused, match="--sync_bn: needs several GPUs"):
         train_crae.train(sync_bn=True, device="cpu", out=str(tmp_path / "other"))
+    with pytest.raises(cli.Refused, match="--unlabeled 48: cannot be divided equally"):
+        train_crae.configure(accumulate=32, device="cpu")
+    train_crae.configure(accumulate=32, device="cpu", heads=0)  # these use no unlabelled images
+    train_baselines.configure(method="labeled_only", accumulate=32, device="cpu")
 
 
 @pytest.mark.slow

@@ -274,7 +274,8 @@ def without_data(device, loop, monkeypatch):
     monkeypatch.setattr(devices, "warn_of_memory", lambda *_, **__: None)
     monkeypatch.setattr(torch, "Generator", lambda device=None: REAL.generator())
     monkeypatch.setattr(metrics, "samples", lambda labels, index, seed, quick: dict(
-        sample=index["unlabeled"], quick_sample=index["unlabeled"][:5], quick_test=index["test"][:5]))
+        sample=index["unlabeled"], quick_sample=index["unlabeled"][:5], quick_test=index["test"][:5],
+        raw_test=index["test"]))
     monkeypatch.setattr(models, "make_model", make_model)
     # copy.deepcopy and Module.to would mix fake modes.
     monkeypatch.setattr(training, "copy", SimpleNamespace(deepcopy=lambda net: net.again()))

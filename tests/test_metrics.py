@@ -4,10 +4,15 @@ import statistics
 import numpy as np
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import augmentation
 import data
+import devices
 import metrics
+import settings
+import train_baselines
+import train_crae
 from losses import log_p_z
 from models import classify, make_model
 
@@ -64,7 +69,8 @@ def test_which_model_is_measured_on_which_images():
     for seed in 0, 1:
         torch.manual_seed(seed)
         nets.append(make_model("wrn-10-0.25", 10, 10).train())
-    index = dict(sample=torch.arange(200), validation=torch.arange(200, 500), test=torch.arange(500, 900))
+    index = dict(sample=torch.arange(200), validation=torch.arange(200, 500), test=torch.arange(500, 900),
+                 raw_test=torch.arange(600, 700))
     scores, matrix = metrics.measure(*nets, images, labels, index, 10, log_p_z)
     assert nets[0].training and nets[1].training
     net, ema = (n.eval() for n in nets)
@@ -74,7 +80,7 @@ def test_which_model_is_measured_on_which_images():
         expected = unlabeled | dict(
             val_error=metrics.error_rates(ema, images, labels, index["validation"])[0],
             test_error=metrics.error_rates(ema, images, labels, index["test"])[0],
-            test_error_raw=metrics.error_rates(net, images, labels, index["test"])[0],
+            test_error_raw=metrics.error_rates(net, images, labels, index["raw_test"])[0],
             test_top5_error=None)
         assert scores == expected and scores["test_error"] != scores["test_error_raw"]
         of_net = metrics.measure_unlabeled(net, images, labels, index["sample"], 10, log_p_z)
@@ -92,7 +98,41 @@ def test_the_sample_is_fixed_and_prefers_known_classes():
     many = dict(unlabeled=torch.arange(20_000), test=torch.arange(1500))
     for quick, n in (False, 10_000), (True, 1000):
         found = metrics.samples(torch.zeros(20_000, dtype=torch.long), many, 0, quick)
+        assert torch.equal(found["raw_test"], found["quick_test"] if quick else many["test"])
         assert [len(found[k].unique()) for k in ("sample", "quick_sample", "quick_test")] == [n, 250, 1000]
+
+
+@pytest.mark.parametrize("has_heads", [False, True])
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_images_of_an_evaluation_are_counted(has_heads, quick):
+    images, labels, _, _ = data.load("digits", "nowhere")
+    index = dict(sample=torch.arange(40), quick_sample=torch.arange(10), quick_test=torch.arange(20),
+                 validation=torch.arange(30), test=torch.arange(50), raw_test=torch.arange(25))
+    passed = []
+    nets = [make_model("wrn-10-0.25", 10, 10 * has_heads, aux=has_heads) for _ in range(2)]
+    for net in nets:
+        net.backbone.register_forward_hook(lambda _, x, y: passed.append(len(y)))
+    metrics.measure(*nets, images, labels, index, 10, log_p_z, quick)
+    assert sum(passed) == metrics.images_measured(index, quick, has_heads)
+
+
+@pytest.mark.parametrize("script, flags, most", [
+    (train_crae, {}, 0.05), (train_crae, dict(plus=True), 0.05), (train_crae, dict(steps=1000), 0.06),
+    (train_baselines, dict(method="mixmatch"), 0.05), (train_baselines, dict(method="labeled_only"), 0.11)])
+def test_evaluations_are_a_small_part_of_a_run_with_the_fast_recipe(script, flags, most):
+    """In FLOPs, on CIFAR-10. labeled_only is the exception; docs/recipe.md names it."""
+    config = script.configure(dataset="cifar10", recipe="fast", device="cpu", **flags)
+    index = dict(unlabeled=torch.arange(44_000), test=torch.arange(10_000), validation=torch.arange(5000))
+    index |= metrics.samples(torch.zeros(44_000, dtype=torch.long), index, 0, config["quick_eval"])
+    has_heads = config["method"].startswith("crae")
+    net = make_model(config["arch"], 10, 10, aux=True)
+    with FlopCounterMode(display=False) as counter, torch.inference_mode():
+        net.eval()(torch.zeros(1, 3, 26, 26))
+    quick, last = (metrics.images_measured(index, quick, has_heads) for quick in (True, False))
+    # The last evaluation is in float32. A pass of this network takes 1.6 times as long as in bfloat16.
+    evaluations = counter.get_total_flops() * ((settings.EVALUATIONS - 1) * quick + 1.6 * last)
+    steps = config["steps"] * devices.step_flops(script.build, config, 10, 26)
+    assert evaluations / (evaluations + steps) < most
 
 
 # ---------------------------------------------------------------- a trained classifier

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import devices
 import distributed
 import progress
 import train_baselines
@@ -20,7 +21,7 @@ import train_crae
 from helpers import HERE, QUICK, everything_in, same
 
 CONFIG = dict(steps=1000, epoch=100, eval_epochs=1, device="cpu", dataset="cifar10", method="crae", base=None,
-              pretrained=None)
+              pretrained=None, precision="bf16")
 
 
 @pytest.fixture
@@ -217,18 +218,68 @@ def test_evaluations_that_were_timed_before_the_first_report_are_included_at_onc
     assert about == ["about 24.9 minutes left for 995 steps and 499 evaluations"]
 
 
+SHORTER = "fewer --steps, or --minutes, a smaller --arch or --image_size, or a GPU"
+
+
 @pytest.mark.parametrize("values, hint", [
-    (dict(), "to make it shorter: fewer --steps, a smaller --arch or --image_size, or a GPU"),
-    (dict(recipe="fast"), "to make it shorter: fewer --steps, a smaller --arch or --image_size, or a GPU"),
-    (dict(recipe="paper"),
-     "to make it shorter: --recipe fast, fewer --steps, a smaller --arch or --image_size, or a GPU"),
-    (dict(recipe="paper", dataset="imagenet"),
-     "to make it shorter: fewer --steps, a smaller --arch or --image_size, or a GPU"),
+    (dict(), f"to make it shorter: {SHORTER}"), (dict(recipe="fast"), f"to make it shorter: {SHORTER}"),
+    (dict(recipe="paper"), f"to make it shorter: --recipe fast, {SHORTER}"),
+    (dict(recipe="paper", precision="fp32"),
+     f"to make it shorter: --recipe fast, --precision bf16, {SHORTER}"),
+    (dict(recipe="paper", dataset="imagenet"), f"to make it shorter: {SHORTER}"),
     (dict(device="cuda"), None), (dict(steps=700), None)])
-def test_more_than_an_hour_on_a_cpu_prints_what_would_make_it_shorter(values, hint, clock, lines):
+def test_more_than_an_hour_on_a_cpu_prints_what_would_make_it_shorter(values, hint, clock, lines,
+                                                                      monkeypatch):
+    monkeypatch.setattr(devices, "has_bf16", lambda: True)
     with shown_run(**values) as shown:
         take_steps(shown, clock, 40, 4)                         # 1000 steps: 67 minutes; 700: 47 minutes
     assert [line for _, line in lines if "shorter" in line] == ([hint] if hint else [])
+
+
+def test_precision_is_no_advice_on_a_cpu_without_bf16(monkeypatch):
+    monkeypatch.setattr(devices, "has_bf16", lambda: False)
+    assert "bf16" not in progress.how_to_shorten(CONFIG | dict(precision="fp32"))
+
+
+def test_a_last_evaluation_with_more_images_takes_longer(clock, lines):
+    run = dict(step=0, row_step=0, terms={})
+    with progress.show(run, CONFIG | dict(steps=300), sizes=(10, 50)) as shown:
+        take_steps(shown, clock, 100, 1)
+        evaluate(shown, clock, 20)
+        assert progress.time_left(shown, clock.now) == pytest.approx(200 + 20 + 100)
+        run["row_step"] = 100
+        take_steps(shown, clock, 100, 1)
+        evaluate(shown, clock, 20)
+        run["row_step"] = 200
+        take_steps(shown, clock, 100, 1)
+        assert progress.time_left(shown, clock.now) == pytest.approx(100)
+        watch = progress.start_evaluation(shown)
+        next(watch("test images", iter([("x", range(10))]), 10))
+        clock.now += 40
+        assert progress.time_left(shown, clock.now) == pytest.approx(60)
+
+
+@pytest.mark.parametrize("minutes, advised", [(20, False), (40, True)])
+def test_both_stages_of_fine_tune_count_for_the_hour(minutes, advised, clock, lines):
+    stage = dict(base="fine_tune", method="rotation", steps=1000)
+    with shown_run(**stage) as shown:
+        take_steps(shown, clock, 40, 60 * minutes / 1000)
+    assert any("shorter" in line for _, line in lines) == advised
+    assert any("stage 2 takes additional time, but not more than stage 1" in line for _, line in lines)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_reading_files_prints_a_line_every_half_minute(rank, monkeypatch, capsys):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setenv("RANK", rank)
+    items = []
+    for item in progress.count_through(range(100), "reading train", 1000):
+        items.append(item)
+        clock.now += 1
+    assert items == [*range(100)]
+    expected = "".join(f"reading train: {n} of 1,000\n" for n in (31, 62, 93))
+    assert capsys.readouterr().out == (expected if rank == "0" else "")
 
 
 def test_evaluations_count_for_the_hour(clock, lines):
@@ -247,7 +298,8 @@ def test_the_stages_of_fine_tune_are_told_apart(clock, lines):
             take_steps(shown, clock, 31, 1)
     one, line_one, two, line_two, only, line_only = (line for _, line in lines)
     rest = "left for 994 steps, plus 10 evaluations, which take an unknown time"
-    assert one == f"stage 1 of 2: about 16.6 minutes {rest}; stage 2 takes additional time"
+    more = "stage 2 takes additional time, but not more than stage 1"
+    assert one == f"stage 1 of 2: about 16.6 minutes {rest}; {more}"
     assert two == f"stage 2 of 2: about 16.6 minutes {rest}" and only == f"about 16.6 minutes {rest}"
     left = "16.2 minutes left plus evaluations"
     assert line_one == f"stage 1 of 2   step 30/1000   a 13.5, b 0.5   {left} in this stage"

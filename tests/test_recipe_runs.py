@@ -6,6 +6,7 @@ import re
 import signal
 from copy import deepcopy
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,7 +45,8 @@ def run(tmp_path_factory):
         monkeypatch.setattr(metrics, "QUICK_SAMPLE", 60)
         monkeypatch.setattr(metrics, "FINAL_SAMPLE", 90)
         out = tmp_path_factory.mktemp("runs") / "run"
-        row = train_crae.train(**QUICK | dict(batch=32), lr=0.03, steps=23, plus=True, out=str(out))
+        row = train_crae.train(**QUICK | dict(batch=32), lr=0.03, steps=23, plus=True, precision="fp32",
+                               out=str(out))
     return dict(out=out, row=row, kept=kept)
 
 
@@ -84,6 +86,16 @@ def test_the_reported_error_is_that_of_the_saved_model(run):
     config = json.loads((run["out"] / "config.json").read_text())
     assert run_folder.rows_that_count(config) == 1
     assert run_folder.rows_that_count(config | dict(recipe="paper")) == run_folder.MEDIAN_OF
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_quick_evaluations_have_the_precision_of_the_steps_and_the_last_one_float32(precision, tmp_path,
+                                                                                  monkeypatch):
+    used, real = [], metrics.measure
+    monkeypatch.setattr(metrics, "measure",
+                        lambda *args: used.append(torch.is_autocast_enabled("cpu")) or real(*args))
+    train_crae.train(**QUICK, steps=10, precision=precision, out=str(tmp_path / "run"))
+    assert used == [precision == "bf16"] * 9 + [False]
 
 
 @pytest.mark.parametrize("steps", [1, 9, 10, 11, 99, 2000])
@@ -129,7 +141,7 @@ def test_a_resumed_run_keeps_its_precision(tmp_path, monkeypatch):
     for first in True, False:
         flags = dict(QUICK, steps=2, out=str(tmp_path / f"run{first}"))
         monkeypatch.setattr(devices, "has_bf16", lambda: first)
-        train_crae.train(**flags)
+        row = train_crae.train(**flags)
         path = tmp_path / f"run{first}" / "config.json"
         saved = json.loads(path.read_text())
         assert used == [first] * 2 and saved["precision"] == ("bf16" if first else "fp32")
@@ -137,6 +149,9 @@ def test_a_resumed_run_keeps_its_precision(tmp_path, monkeypatch):
         assert {v.dtype for v in weights["net"].values()} == {torch.float32, torch.int64}       # BN's counts
         used.clear()
 
+        monkeypatch.setattr(devices, "has_bf16", lambda: False)
+        again = train_crae.train(**flags, resume=True)          # a finished run is only read
+        assert again["test_error"] == row["test_error"] and not used
         for name in "model.pt", "last.pt", "previous.pt", "log.csv", "diversity.csv":
             path.with_name(name).unlink()                       # as if it was killed after its first step
         monkeypatch.setattr(devices, "has_bf16", lambda: not first)
@@ -178,6 +193,19 @@ def test_how_many_steps_fit_into_a_time():
     assert budget.steps_in(2, fast, 0.5, 1.0, 3.0) == budget.steps_in(1, paper, 0.5, 0.0, 5.0) == 1
 
 
+def test_an_evaluation_is_timed_on_a_part_of_its_images(monkeypatch):
+    clock, index = [0.0], dict.fromkeys(("sample", "validation", "test", "raw_test"), range(2048))
+
+    def evaluate(state, config, some, quick, watch):
+        assert {len(i) for i in some.values()} == {512}
+        clock[0] += 3.0
+
+    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    state = SimpleNamespace(index=index, net=SimpleNamespace(rotation=None))
+    assert budget.timed_evaluation(state, {}, False) == 12.0
+
+
 def test_the_times_of_all_stages_count(monkeypatch, capsys):
     times = dict(one=(0.01, 0.1, 0.5), two=(0.02, 0.2, 1.0))
     monkeypatch.setattr(budget, "measure", lambda build, loaded, config: times[build])
@@ -198,7 +226,9 @@ def test_minutes_are_the_steps_they_give(script, flags, tmp_path, monkeypatch, c
     monkeypatch.setattr(budget, "measure", lambda build, *rest: stages.append(build) or real(build, *rest))
     flags = QUICK | flags | dict(out=str(tmp_path / "timed"))
     script.train(**flags, minutes=0.02)
-    N = int(re.search(r"^(\d+) steps? fits? into 0.02 minutes", capsys.readouterr().out, re.M)[1])
+    N = json.loads((tmp_path / "timed" / "config.json").read_text())["steps"]
+    printed = f"{N} steps fit into 0.02 minutes" if N > 1 else "note: --minutes 0.02 is not enough for more"
+    assert printed in capsys.readouterr().out
     two = flags.get("method") == "fine_tune"
     assert stages == ([script.build_stage_one] if two else []) + [script.build]
     script.train(**flags | dict(out=str(tmp_path / "steps")), steps=N)

@@ -365,9 +365,12 @@ def test_weights_grow_linearly():
     assert [training.ramp_up(step, 0, 8) for step in (0, 2, 8, 80)] == [0, 0.25, 1, 1]
     assert [training.ramp_up(step, 4, 8) for step in (0, 4, 5, 8, 9)] == [0, 0, 0.25, 1, 1]
     assert training.ramp_up(0, 0, 0) == 1                        # no ramp
-    assert tb.ramp_steps("pi_model", 1000) == 400 and tb.ramp_steps("vat", 1 << 20) == 0.4 * (1 << 20)
-    assert tb.ramp_steps("swa", 480) == 150
-    assert tb.ramp_steps("mixmatch", 1 << 20) == 16_384 and tb.ramp_steps("mixmatch", 1000) == 400
+    for recipe in "paper", "fast":
+        assert tb.ramp_steps("pi_model", 1000, recipe) == 400
+        assert tb.ramp_steps("vat", 1 << 20, recipe) == 0.4 * (1 << 20)
+        assert tb.ramp_steps("swa", 480, recipe) == 150 and tb.ramp_steps("mixmatch", 1000, recipe) == 400
+    assert tb.ramp_steps("mixmatch", 1 << 20, "paper") == 16_384
+    assert tb.ramp_steps("mixmatch", 1 << 20, "fast") == 0.4 * (1 << 20)
     x = batch()
     for method in set(LOOPS) - {"labeled_only"}:
         terms = []
