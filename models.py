@@ -235,8 +235,11 @@ class Net(nn.Module):
         for head in filter(None, (self.classifier, self.aux, self.rotation)):
             nn.init.zeros_(head.bias)
 
-    def forward(self, x, detach=None):
-        """detach: rows (first, last + 1) whose class loss must not reach the backbone (--detach_rotated)."""
+    def forward(self, x, detach=None, detach_heads=False):
+        """detach: rows (first, last + 1) whose class loss must not reach the backbone (--detach_rotated).
+
+        detach_heads: nor must their rotation loss (--mixmatch).
+        """
         h = h_class = self.backbone(x)                          # (N, F)
         if detach:
             first, end = detach
@@ -244,7 +247,8 @@ class Net(nn.Module):
         aux_logits = self.aux(h) if self.aux else None          # (N, C)
         rot_logits = None
         if self.rotation:
-            reduced = self.reduce(h) if self.reduce else h      # (N, rot_dim)
+            h_rot = h_class if detach_heads else h
+            reduced = self.reduce(h_rot) if self.reduce else h_rot              # (N, rot_dim)
             rot_logits = self.rotation(reduced).unflatten(1, (-1, 4))           # (N, K, 4)
         return self.classifier(h_class), aux_logits, rot_logits
 

@@ -173,6 +173,10 @@ BASELINES_FAST["mixmatch"] |= dict(weight=30.0)
 BASELINES_FAST["mean_teacher"] |= dict(weight=30.0)
 BASELINES_FAST["fixmatch"] |= dict(weight=3.0)
 
+# train_crae.py --mixmatch, our addition: its eta, also chosen on validation images. MixMatch's constants are
+# those above.
+MIXMATCH_ETA = 1.0
+
 
 def of_baseline(method, dataset, recipe):
     """The constants of a baseline; what they do not contain comes from the preset of the dataset."""

@@ -41,7 +41,8 @@ TABLES = {
     "sota": ("SOTA SemSL", dict(
         labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
         vat="VAT", mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA",
-        fixmatch="FixMatch (not in the paper)", crae="CRAE", crae_plus="CRAE+")),
+        fixmatch="FixMatch (not in the paper)", crae="CRAE", crae_plus="CRAE+",
+        crae_mixmatch="CRAE with MixMatch (not in the paper)")),
     "components": ("Components", dict(
         crae="CRAE", crae_ext1="CRAE + ext. 1", crae_plus="CRAE + ext. 1 and 2 (CRAE+)",
         no_rotation="CRAE without rotation branches", no_rotation_ext1="the same + ext. 1",

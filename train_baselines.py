@@ -235,27 +235,31 @@ def mixup(model, x_l, y_l, x_u, *, augment, gen, weight, beta, **_):
             "mixup": weight * losses.soft_cross_entropy(logits_u, blend(share_u, q, reversed_batch(q)))}
 
 
-def mixmatch(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, beta, temperature, **_):
-    """MixMatch (Berthelot et al. 2019): sharpened guesses, then mixup of labelled and unlabelled images."""
+def mixmatch(model, x_l, y_l, x_u, *, augment, gen, step, weight, ramp, beta, temperature, predict=logits_of,
+             **_):
+    """MixMatch (Berthelot et al. 2019): sharpened guesses, then mixup of labelled and unlabelled images.
+
+    predict(model, x): the logits of the classifier that it trains
+    """
     x_l, views = scale(augment(x_l)), [scale(augment(x_u)) for _ in range(2)]
-    q, sizes = guess_labels(model, views, temperature), [len(x_l), *map(len, views)]
+    q, sizes = guess_labels(model, views, temperature, predict), [len(x_l), *map(len, views)]
     share = mixup_share(sum(sizes), beta, gen, x_l.device, sizes)       # (B + 2U,)
     x, p = mixed_batch(x_l, y_l, views, q, share, sizes, gen)
     order = interleaved(sizes, x.device)                        # three passes with a mixture of all sets
     first, *others = x[torch.cat(order)].split([*map(len, order)])
-    logits = [logits_of(model, first)]
+    logits = [predict(model, first)]
     with frozen_bn(model):
-        logits += [logits_of(model, other) for other in others]
+        logits += [predict(model, other) for other in others]
     logits = torch.cat(logits)[torch.cat(order).argsort()]      # back in order
     B = len(x_l)
     return {"class": losses.soft_cross_entropy(logits[:B], p[:B]),
             "guess": weight * training.ramp_up(step, 0, ramp) * F.mse_loss(logits[B:].softmax(-1), p[B:])}
 
 
-def guess_labels(model, views, temperature):
+def guess_labels(model, views, temperature, predict=logits_of):
     """MixMatch's guessed labels: the sharpened mean prediction over the views, without gradient. (B, C)"""
     with torch.no_grad(), frozen_bn(model):
-        p = torch.stack([logits_of(model, x).softmax(-1) for x in views]).mean(0)
+        p = torch.stack([predict(model, x).softmax(-1) for x in views]).mean(0)
         return losses.sharpen(p, temperature)
 
 

@@ -31,6 +31,8 @@ FLAGS = cli.DATASET_FLAGS | {
                   "extension 1 needs four"),
     "detach_rotated": (bool, False, "our addition: the class loss on rotated labelled copies trains the main "
                                     "classifier, but not the features"),
+    "mixmatch": (bool, False, "our addition: MixMatch trains the additional classifier on upright images; "
+                              "CRAE's rotation loss on unlabelled images trains the same features"),
 } | cli.NETWORK_FLAGS | {
     "eta": (float, None, "weight of each of the two rotation losses: the mean over the labelled copies "
                          "and the mean over the unlabelled copies (default: 1; 2 with --recipe fast)"),
@@ -56,6 +58,7 @@ import models
 import presets
 import run_folder
 import settings
+import train_baselines
 import training
 
 # ---------------------------------------------------------------- the method
@@ -95,6 +98,29 @@ def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperat
         with models.frozen_bn(model):
             _, _, rot_logits = model(x_mix)                     # p(z|x_mix, y); p(y|x) is the unmixed image's
     return terms | rotation_terms(class_logits, rot_logits, y, z, sizes, select, eta, gen)      # lines 7, 8
+
+
+def crae_mixmatch(model, x_l, y_l, x_u, *, augment, gen, select, eta, step=0, **constants):
+    """Our addition, not in the paper: MixMatch on upright images, then CRAE on one rotated copy per image.
+
+    Mixing keeps MixMatch from learning the few labelled images by heart. An unmixed loss on them would undo
+    this (docs/recipe.md), so labelled copies train p(y|x) and the rotation heads, but not the features. They
+    train linear layers only, so every second labelled image suffices. The pass of the rotated copies uses the
+    BN statistics of its own batch and updates nothing.
+    """
+    terms = train_baselines.mixmatch(model, x_l, y_l, x_u, augment=augment, gen=gen, step=step,
+                                     predict=aux_logits_of, **constants)
+    x_l, y_l = x_l[::2], y_l[::2]
+    x, y, z = augmentation.rotated_batch(x_l, y_l, x_u, augment, gen, "one", "one")
+    with models.frozen_bn(model):
+        class_logits, _, rot_logits = model(x, (0, len(y)), detach_heads=True)
+    terms["rotated_class"] = losses.class_loss(class_logits[:len(y)], y)
+    return terms | rotation_terms(class_logits, rot_logits, y, z, [len(x_l), len(x_u)], select, eta, gen)
+
+
+def aux_logits_of(model, x):
+    """Logits of the additional classifier, at least in float32. (N, C)"""
+    return losses.wide(model(x)[1])
 
 
 def class_terms(class_logits, aux_logits, y, upright, aux):
@@ -176,6 +202,10 @@ def build(config, num_classes):
         constants |= {name: config[name] for name in ("eta2", "temperature", "ext1", "ext2", "entmin")}
         constants["ramp"] = [part * config["steps"] for part in config["ext1_ramp"] or (0, 0)]
     objective = partial(crae_plus if extended else crae, **constants)
+    if config["mixmatch"]:
+        constants = {name: config[name] for name in ("select", "eta", "weight", "beta", "temperature")}
+        ramp = train_baselines.ramp_steps("mixmatch", config["steps"], config["recipe"])
+        objective = partial(crae_mixmatch, ramp=ramp, **constants)
     p_z = losses.log_p_z if select in ("marginal", "detach") else mean_p_z
     # Without rotation branches, CRAE sees no unlabelled image.
     unlabeled = (config["unlabeled"] or config["batch"]) if K or extended else 0
@@ -217,10 +247,24 @@ def configure(**flags):
         raise cli.Refused("--detach_rotated: --heads 0 tests the main classifier; omit one of the two flags")
     aux = flags["aux"] or ("none" if heads == 0 else "upright")
     method = method_name(ext1, ext2, flags["entmin"], flags["select"], heads, aux)
-    method += "_detach_rotated" if flags["detach_rotated"] else ""
-    named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux", "detach_rotated"        # its name
-    config = settings.resolve(flags, FLAGS, __file__, method, named, supervised=supervised)
+    method += "_detach_rotated" if flags["detach_rotated"] else "_mixmatch" if flags["mixmatch"] else ""
+    named = "plus", "ext1", "ext2", "entmin", "select", "heads", "aux", "detach_rotated", "mixmatch"
+    constants = of_mixmatch(flags) if flags["mixmatch"] else {}
+    config = settings.resolve(flags, FLAGS, __file__, method, named, constants, supervised)
+    if config["crop"] == "resized" and flags["mixmatch"]:
+        raise cli.Refused("--mixmatch: needs several views of an image, but --crop resized makes one when it "
+                          "reads the file; omit the flag")
     return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=presets.DEFINITION)
+
+
+def of_mixmatch(flags):
+    """The constants of --mixmatch, which has its own losses: refuses the flags that change those of CRAE."""
+    usual = dict(plus=False, ext1=False, ext2=False, entmin=False, select="marginal", heads=None, aux=None,
+                 rotations="four", detach_rotated=False)
+    for name, value in usual.items():
+        if flags[name] != value:
+            raise cli.Refused(f"--mixmatch: has losses of its own; omit --{name}")
+    return presets.of_baseline("mixmatch", flags["dataset"], flags["recipe"]) | dict(eta=presets.MIXMATCH_ETA)
 
 
 def method_name(ext1, ext2, entmin, select, heads, aux):

@@ -55,7 +55,7 @@ class Linear(nn.Module):
         self.R = nn.Linear(3 * S * S, 4 * K)
         self.y.weight.data *= sureness                          # above 1, some predictions are confident
 
-    def forward(self, x, detach=None):
+    def forward(self, x, detach=None, detach_heads=False):      # there are no features to detach from
         x = x.flatten(1)
         return self.y(x), self.aux(x) if self.aux else None, self.R(x).unflatten(1, (-1, 4))
 

@@ -118,7 +118,7 @@ def test_what_a_killed_run_leaves_does_not_stop_a_sweep_but_other_files_do(fake,
 def test_the_comparison_ends_with_an_honest_sentence(fake, monkeypatch, capsys):
     rows = ablations.ablate("compare", labels=[50], seeds=[0, 1])
     assert {row["method"] for row in rows} == {"Labeled-only", "S4L, class loss on upright copies", "CRAE",
-                                               "CRAE+", "MixMatch"}
+                                               "CRAE+", "MixMatch", "CRAE with MixMatch"}
     assert all(row["error"] == "10.50 ± 0.71 (2)" and row["minutes"] == "1.0" and row["steps"] == "600"
                for row in rows)
     last = capsys.readouterr().out.splitlines()[-1]
@@ -130,7 +130,7 @@ def test_the_comparison_ends_with_an_honest_sentence(fake, monkeypatch, capsys):
     apart[1]["low"] = "2"
     assert "overlaps with that of B:" in ablations.verdict(apart, 50)
     rows = ablations.ablate("compare", labels=[100, 50])
-    assert [row["labels"] for row in rows] == [100] * 5 + [50] * 5              # in the order given
+    assert [row["labels"] for row in rows] == [100] * 6 + [50] * 6              # in the order given
 
 
 def test_the_comparison_uses_the_fast_recipe_and_takes_a_table_of_labels(fake, tmp_path, monkeypatch, capsys):
@@ -138,7 +138,7 @@ def test_the_comparison_uses_the_fast_recipe_and_takes_a_table_of_labels(fake, t
     rows = [f"{name}/{i}.png,{name}" for name in ("a b", "ö") for i in range(4)]
     (tmp_path / "labels.csv").write_text("\n".join(["image,label", *rows]) + "\n", encoding="utf-8")
     shown = ablations.ablate("compare", dataset=files, labels_file="labels.csv")
-    assert {row["labels"] for row in shown} == {"listed"} and len(shown) == 5
+    assert {row["labels"] for row in shown} == {"listed"} and len(shown) == 6
     assert capsys.readouterr().out.splitlines()[-1].startswith("With listed labels, ")
     monkeypatch.setattr(sweeps, "print_plan", lambda runs, *rest: runs)
     for dataset, recipe in dict(cifar10="fast", digits="fast").items():
@@ -151,7 +151,7 @@ def test_the_comparison_uses_the_fast_recipe_and_takes_a_table_of_labels(fake, t
 def test_tables_share_their_runs(fake):
     for table in ablations.ROWS:
         ablations.ablate(table)
-    assert len(fake) == len(set(fake)) == 5 + 10 + 7 + 4 + 4 + 2
+    assert len(fake) == len(set(fake)) == 5 + 10 + 7 + 4 + 4 + 2 + 1
 
 
 @pytest.mark.parametrize("dataset, methods", {

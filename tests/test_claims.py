@@ -80,7 +80,7 @@ def test_every_method_of_a_claim_has_a_name():
 
 def test_the_papers_numbers_support_the_papers_claims():
     known = [claims.paper_difference("cifar10", 250, factors) for _, factors, options in claims.CLAIMS
-             if "measure" not in options]
+             if not {"measure", "ours"} & options.keys()]
     assert all(difference is None or difference < 0 for difference in known)
     assert sum(difference is not None for difference in known) == 14            # all but entmin and crae/16
 

@@ -101,6 +101,10 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     assert kept["objective"].keywords == dict(
         select="marginal", eta=0.3, aux="upright", copies=("four", "one"), detach=True)
     assert kept["p_z"] is losses.log_p_z and kept["net"].aux is not None
+    paper(mixmatch=True, steps=1000)
+    assert kept["objective"].func is train_crae.crae_mixmatch and kept["objective"].keywords == dict(
+        select="marginal", eta=1.0, weight=75.0, beta=0.75, temperature=0.5, ramp=400)
+    assert kept["config"]["method"] == "crae_mixmatch" and kept["net"].aux is not None
     paper(unlabeled=11)
     assert kept["unlabeled"] == 11
     paper(heads=0)
@@ -175,6 +179,10 @@ BAD = {                                                         # flags: what th
     "--rotations one --heads 0": "--rotations one", "--rotations two": "--rotations",
     "--ext1_ramp 0.3": "--ext1_ramp 0.3: must be two", "--ext1_ramp 0.7,0.3": "--ext1_ramp 0.7,0.3",
     "--ext1_ramp 0.5,1.5": "--ext1_ramp", "--ext1_ramp 0.1,0.2,0.3": "--ext1_ramp",
+    "--mixmatch --plus": "omit --plus", "--mixmatch --heads 0": "omit --heads",
+    "--mixmatch --aux none": "omit --aux", "--mixmatch --select detach": "omit --select",
+    "--mixmatch --rotations one": "omit --rotations", "--mixmatch --detach_rotated": "omit --detach_rotated",
+    "--mixmatch --dataset imagenet": "--mixmatch: needs several views",
     "--detach_rotated --heads 0": "--detach_rotated", "--recipe slow": "fast, paper",
     "--recipe fast --dataset imagenet": "--recipe fast", "--minutes 5 --steps 7": "--minutes 5: --steps 7",
     "--minutes 0": "--minutes", "--minutes -1": "--minutes", "--minutes inf": "--minutes",

@@ -39,7 +39,7 @@ JOBS = [
     dict(plus=True, unlabeled=12), dict(select="random", unlabeled=4), dict(method="mixmatch", unlabeled=4),
     dict(method="mixup", unlabeled=12), dict(unlabeled=12, accumulate=2),
     FAST, dict(FAST, plus=True), dict(FAST, rotations="one", accumulate=2), dict(FAST, method="s4l"),
-    dict(FAST, method="mixmatch"), dict(FAST, method="fine_tune", steps=4),
+    dict(FAST, method="mixmatch"), dict(FAST, method="fine_tune", steps=4), dict(FAST, mixmatch=True),
     dict(**IMAGES, stream=True), dict(**IMAGES, crop="resized", flip=True),
 ]
 NAMES = ["-".join(map(str, job.values())) or "crae" for job in JOBS]

@@ -306,7 +306,8 @@ CASES = [
     *((train_baselines, dict(method="s4l") | flags) for flags in (
         dict(class_copies="upright"), dict(rotations="one"), IMAGENET)),
     (train_baselines, dict(method="mixmatch", accumulate=2)),
-    *((train_crae, FAST | flags) for flags in (dict(), dict(plus=True), dict(rotations="one"))),
+    *((train_crae, FAST | flags) for flags in (
+        dict(), dict(plus=True), dict(rotations="one"), dict(mixmatch=True))),
     *((train_baselines, FAST | dict(method=method)) for method in ("s4l", "fixmatch")),
 ]
 NAMES = [" ".join([script.__name__[6:], *(f"{k}={v}" for k, v in flags.items())]) for script, flags in CASES]

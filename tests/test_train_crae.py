@@ -9,11 +9,12 @@ import augmentation
 import helpers
 import losses
 import presets
+import train_baselines
 import train_crae
 import training
 from helpers import generator
 from models import make_model
-from train_crae import crae, crae_plus, rotation_terms
+from train_crae import crae, crae_mixmatch, crae_plus, rotation_terms
 
 B, C, S, T, ETA, ETA2 = 3, 4, 8, 0.5, 0.7, 0.3
 
@@ -90,6 +91,69 @@ def test_objective_is_that_of_the_paper(ext1, ext2, entmin, aux, unlabeled):
     may_reach = {"class": {"y"}, "aux": {"aux"}, "ext1": {"y"}, "entropy": {"y"},
                  "rotation_labeled": {"R"}, "rotation_unlabeled": {"y", "R"}}
     assert reached == {name: may_reach[name] for name in terms}
+
+
+# ---------------------------------------------------------------- with MixMatch, our addition
+
+MIXMATCH = dict(weight=3.0, beta=0.75, temperature=T, ramp=100, step=40)
+
+
+@pytest.mark.parametrize("unlabeled", [B, 5, 2])
+def test_crae_with_mixmatch_is_mixmatch_of_the_additional_classifier_and_crae_on_one_rotation(unlabeled):
+    x_l, y_l, x_u = batch(unlabeled)
+    model, slow, gen = linear(), linear().double(), generator(5)
+    terms = crae_mixmatch(model, x_l, y_l, x_u, augment=shifted, gen=generator(5), select="marginal", eta=ETA,
+                          **MIXMATCH)
+    # test_train_baselines.py has MixMatch's loop.
+    expected = train_baselines.mixmatch(slow, x_l, y_l, x_u, augment=shifted, gen=gen, **MIXMATCH,
+                                        predict=lambda net, x: net(x.double())[1])
+    copies = [(x_l[i], y_l[i].item()) for i in (0, 2)], [(x, None) for x in x_u]        # every second one
+    class_losses, labeled, rotation_losses = [], [], []
+    for group in copies:
+        z = torch.randint(0, 4, (len(group),), generator=gen).tolist()
+        for (x, y), k in zip(group, z):
+            x = torch.rot90(shifted(x[None])[0].double() * 2 / 255 - 1, k, (1, 2))
+            p_y, R = slow(x[None])[0][0].softmax(0), slow(x[None])[2][0].softmax(1)
+            if y is None:
+                rotation_losses.append(-torch.log(sum(R[c, k] * p_y[c] for c in range(C))))
+            else:
+                class_losses.append(-torch.log(p_y[y]))
+                labeled.append(-torch.log(R[y, k]))
+    expected |= {"rotated_class": sum(class_losses) / 2, "rotation_labeled": ETA * sum(labeled) / 2,
+                 "rotation_unlabeled": ETA * sum(rotation_losses) / len(rotation_losses)}
+    reached = helpers.assert_same_terms(terms, expected, model, slow)
+    assert reached == {"class": {"aux"}, "guess": {"aux"}, "rotated_class": {"y"}, "rotation_labeled": {"R"},
+                       "rotation_unlabeled": {"y", "R"}}
+
+
+@pytest.mark.parametrize("rot_dim", [None, 5])
+def test_with_mixmatch_rotated_labelled_copies_do_not_train_the_features(rot_dim):
+    torch.manual_seed(0)
+    net = make_model("wrn-10-1", 10, 10, rot_dim)
+    terms = crae_mixmatch(net, *helpers.digits_batch(8), augment=training.unchanged, gen=generator(),
+                          select="marginal", eta=1.0, **MIXMATCH)
+    reached = {}
+    for name, term in terms.items():
+        grads = torch.autograd.grad(term, list(net.parameters()), allow_unused=True, retain_graph=True)
+        reached[name] = {key.split(".")[0] for (key, _), grad in zip(net.named_parameters(), grads)
+                         if grad is not None and grad.abs().max() > 0}
+    heads = {"rotation"} | ({"reduce"} if rot_dim else set())
+    assert reached == {"class": {"backbone", "aux"}, "guess": {"backbone", "aux"},
+                       "rotated_class": {"classifier"}, "rotation_labeled": heads,
+                       "rotation_unlabeled": {"backbone", "classifier"} | heads}
+
+
+def test_with_mixmatch_rotated_copies_leave_the_running_statistics_alone():
+    nets, common = [], dict(augment=training.unchanged, **MIXMATCH)
+    for objective in partial(crae_mixmatch, select="marginal", eta=1.0), train_baselines.mixmatch:
+        torch.manual_seed(0)
+        nets.append(make_model("wrn-10-1", 10, 10, bn_momentum=0.5))
+        nets[-1].aux.load_state_dict(nets[-1].classifier.state_dict())          # so that guesses are equal
+        objective(nets[-1], *helpers.digits_batch(8), gen=generator(), **common)
+    assert helpers.same(*(dict(net.named_buffers()) for net in nets))
+
+
+# ---------------------------------------------------------------- which images train what
 
 
 def test_unlabelled_images_alone_move_the_main_classifier_and_not_the_additional_one():
