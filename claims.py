@@ -171,11 +171,11 @@ def claim_rows(runs, same_steps=()):
     return rows
 
 
-def claim_table(rows):
-    """The lines of a table with one line per claim and number of labels."""
+def claim_table(rows, steps=None):
+    """The lines of a table: one per claim and number of labels. steps: of the runs of `same_steps`."""
     second = any(row["same_steps"] for row in rows)
     head = ["claim", "labels", "difference in the paper", "here", "95 % interval", "seeds", "verdict",
-            *(["at equal steps (seeds)"] if second else [])]
+            *([f"all with {steps:,} steps (seeds)"] if second else [])]
     lines, before = [table_line(head), "|---" * len(head) + "|"], None
     for row in rows:
         paper = "–" if row["paper"] is None else f"{row['paper']:+.2f}"
@@ -254,7 +254,8 @@ def write_claims(runs, same_steps, dataset, setting, stem, names, out):
         lines += [f"### The paper's claims, {dataset}{f', {setting}' if setting else ''}", "",
                   "A negative difference supports the claim. Differences and intervals are in percentage "
                   "points. The verdict follows from the 95 % interval of the mean paired difference by the "
-                  "rule in claims.py.", "", *claim_table(rows), ""]
+                  "rule in claims.py.", "",
+                  *claim_table(rows, same_steps[0]["steps"] if same_steps else None), ""]
     for labels in sorted({r["labels"] for r in runs}, key=label_order):
         methods = mechanism_lines([r for r in runs if r["labels"] == labels], names)
         if len(methods) > 1:
@@ -264,9 +265,9 @@ def write_claims(runs, same_steps, dataset, setting, stem, names, out):
     return lines
 
 
-def write_compute(runs, dataset, stem, names, out):
+def write_compute(runs, dataset, stem, names, taken, out):
     """Error against compute: a table and a figure for runs that differ in --pflop, method and seed only."""
-    groups, lines, taken = {}, [], set()
+    groups, lines = {}, []
     for r in runs:
         if "pflop" in r["changed"]:
             others = ", ".join(f"{k} {v}" for k, v in sorted(r["changed"].items()) if k != "pflop")

@@ -73,7 +73,7 @@ def file_name(text):
 
 
 def unused_name(name, taken):
-    """The start of the names of figures: of at most 100 characters, and not taken by others with that end."""
+    """The start of the names of some figures: at most 100 characters, and an underscore or more if taken."""
     name = name[:100]
     while name in taken:
         name += "_"

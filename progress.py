@@ -203,8 +203,8 @@ def time_left(shown, now):
     if shown.evaluations:
         each = shown.seconds_of_evaluations / shown.evaluations
         times = [each] * evaluations_left(shown.run, shown.config)
-        usual, last = shown.sizes
-        times[-1:] = [each * last / usual for _ in times[-1:]]  # the last one may measure more images
+        if times:                                               # the last one may measure more images
+            times[-1] *= shown.sizes[1] / shown.sizes[0]
         left += sum(times)
         if shown.evaluation_at is not None:                     # one of them is under way
             left -= min(now - shown.evaluation_at, times[0])
@@ -260,7 +260,7 @@ def announce(shown, now):
 def how_to_shorten(config):
     fast = ["--recipe fast"] if config.get("recipe") == "paper" and config["dataset"] != "imagenet" else []
     bf16 = ["--precision bf16"] if config["precision"] != "bf16" and devices.has_bf16() else []
-    return ("to make it shorter: " + ", ".join([*fast, *bf16, "fewer --steps, or --minutes",
+    return ("to make it shorter: " + ", ".join([*fast, *bf16, "fewer --steps (or --minutes)",
                                                 "a smaller --arch or --image_size"]) + ", or a GPU")
 
 

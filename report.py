@@ -98,21 +98,30 @@ def runs_by_steps(runs):
 
     So a table of runs of equal length has all of its methods, and none is trained twice.
     """
-    settings = [r["changed"] for r in runs if "steps" in r["changed"]]
-    trained = [(r["changed"], r["method"], r["labels"], r["seed"], r["rot_dim"]) for r in runs]
-    found = [r | dict(changed=without(r["changed"], "pflop") | dict(steps=r["steps"]))
-             for r in runs if "pflop" in r["changed"]]
-    return [r for r in found if r["changed"] in settings
-            and (r["changed"], r["method"], r["labels"], r["seed"], r["rot_dim"]) not in trained]
+    same = "changed", "method", "labels", "seed", "rot_dim"
+    trained = [[r[k] for k in same] for r in runs if r["finished"]]
+    with_steps, found = [r["changed"] for r in runs if "steps" in r["changed"]], []
+    for r in runs:
+        if r["finished"] and "pflop" in r["changed"]:
+            r = r | dict(changed=without(r["changed"], "pflop") | dict(steps=r["steps"]))
+            experiment = [r[k] for k in same]
+            if r["changed"] in with_steps and experiment not in trained:
+                found.append(r)
+                trained.append(experiment)
+    return found
 
 
 def equal_steps(runs, of_dataset):
-    """For runs with --pflop: runs with --steps, as long as one of them, and otherwise of the same setting."""
+    """For runs with --pflop: the runs with --steps that have the length of one of them, and their setting.
+
+    If there are several such lengths, the smallest: it is that of the method with the most FLOPs per step.
+    """
     setting, lengths = runs[0]["changed"] if runs else {}, {r["steps"] for r in runs}
     if "pflop" not in setting:
         return []
-    return [r for r in of_dataset if r["changed"].get("steps") in lengths
-            and without(r["changed"], "steps") == without(setting, "pflop")]
+    found = [r for r in of_dataset if r["changed"].get("steps") in lengths
+             and without(r["changed"], "steps") == without(setting, "pflop")]
+    return [r for r in found if r["steps"] == min(other["steps"] for other in found)]
 
 
 # ---------------------------------------------------------------- tables
@@ -362,7 +371,7 @@ def write_sections(found, out):
             same_steps = equal_steps(of_setting, runs)
             rows, absent = write_setting(of_setting, same_steps, dataset, setting, start, out)
             lines, missing = lines + rows, missing + absent
-        lines += claims.write_compute(runs, dataset, stem, METHODS, out)
+        lines += claims.write_compute(runs, dataset, stem, METHODS, taken, out)
     return lines, list(dict.fromkeys(missing))
 
 

@@ -103,12 +103,13 @@ def keep_saved_values(config, saved):
     saved["precision"] = saved.get("precision") or devices.default_precision(config["device"], "fp32")
     if "precision" not in config["changed"]:
         config["precision"] = saved["precision"]
-        slow = config["precision"] == "bf16" and config["device"] == "cpu" and not devices.has_bf16()
-        if slow and not os.path.exists(Path(config["out"], "model.pt")):        # which marks a finished run
-            raise cli.Refused(f"--resume: the run in {config['out']} uses bf16, which this CPU does not "
-                              "support; continue on another machine, or give another --out")
     if not config["steps"] and all(saved[name] == config[name] for name in ("minutes", "pflop")):
         settings.set_steps(config, saved["steps"])
+    finished = os.path.exists(Path(config["out"], "model.pt")) and config["steps"] == saved.get("steps")
+    slow = config["precision"] == "bf16" and config["device"] == "cpu" and not devices.has_bf16()
+    if slow and "precision" not in config["changed"] and not finished:
+        raise cli.Refused(f"--resume: the run in {config['out']} uses bf16, which this CPU does not "
+                          "support; continue on another machine, or give another --out")
 
 
 def load_data(config):

@@ -32,12 +32,14 @@ FLAGS = cli.DATASET_FLAGS | {
     "detach_rotated": (bool, False, "our addition: the class loss on rotated labelled copies trains the main "
                                     "classifier, but not the features"),
     "mixmatch": (bool, False, "our addition: MixMatch trains the additional classifier on upright images; "
-                              "CRAE's rotation loss on unlabelled images trains the same features"),
+                              "CRAE's rotation loss on unlabelled images trains the same features; with "
+                              "--eta, --temperature and --rot_dim, but no other flag for CRAE's losses"),
 } | cli.NETWORK_FLAGS | {
     "eta": (float, None, "weight of each of the two rotation losses: the mean over the labelled copies "
-                         "and the mean over the unlabelled copies (default: 1; 2 with --recipe fast)"),
+                         "and the mean over the unlabelled copies (default: 1; 2 with --recipe fast, but "
+                         "not with --mixmatch)"),
     "eta2": (float, 1.0, "weight of the loss of extension 1, or of the entropy"),
-    "temperature": (float, 0.5, "T of the sharpening in extension 1, in (0, 1]"),
+    "temperature": (float, 0.5, "T of the sharpening in extension 1 or MixMatch, in (0, 1]"),
     "ext1_ramp": ([float], None, "two fractions of the run between which the weight of extension 1 grows "
                                  "from 0 to eta2, for example 0.3,0.7; 0,0: no ramp (default: the recipe's)"),
 } | cli.RUN_FLAGS
@@ -175,7 +177,8 @@ def mean_p_z(class_logits, rot_logits):
 def train(**flags):
     """Train CRAE or CRAE+ and return the final row of the log."""
     config = configure(**flags)
-    row = run_folder.check_folder(config)
+    ramps = config["mixmatch"] or config["ext1_ramp"]           # they depend on the number of steps
+    row = run_folder.check_folder(config, longer=not ramps)
     if row:
         return row
     loaded = run_folder.load_data(config)
@@ -253,14 +256,14 @@ def configure(**flags):
     config = settings.resolve(flags, FLAGS, __file__, method, named, constants, supervised)
     if config["crop"] == "resized" and flags["mixmatch"]:
         raise cli.Refused("--mixmatch: needs several views of an image, but --crop resized makes one when it "
-                          "reads the file; omit the flag")
+                          "reads the file; omit --mixmatch")
     return config | dict(ext1=ext1, ext2=ext2, aux=aux, definition=presets.DEFINITION)
 
 
 def of_mixmatch(flags):
     """The constants of --mixmatch, which has its own losses: refuses the flags that change those of CRAE."""
     usual = dict(plus=False, ext1=False, ext2=False, entmin=False, select="marginal", heads=None, aux=None,
-                 rotations="four", detach_rotated=False)
+                 rotations="four", detach_rotated=False, eta2=FLAGS["eta2"][1], ext1_ramp=None)
     for name, value in usual.items():
         if flags[name] != value:
             raise cli.Refused(f"--mixmatch: has losses of its own; omit --{name}")

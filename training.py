@@ -230,7 +230,7 @@ def log_row(state, config, shown):
     state.refresh_bn(state.ema, state.net, (augmentation.scale(state.augment(x)) for x, _ in batches))
     distributed.average_bn(state.ema)
     quick = config["quick_eval"] and step < config["steps"]
-    scores, matrix = evaluate(state, config, state.index, quick, watch)
+    scores, matrix = measure_state(state, config, state.index, quick, watch)
     row = dict(step=step, epoch=step / config["epoch"], seconds=run["seconds"] + passed,
                images_per_second=state.per_step * (step - state.tick_step) / passed,
                lr=state.optimizer.param_groups[0]["lr"], **means, **scores)
@@ -244,7 +244,7 @@ def log_row(state, config, shown):
     progress.after_evaluation(shown, state.rows[-1])
 
 
-def evaluate(state, config, index, quick, watch):
+def measure_state(state, config, index, quick, watch):
     """metrics.measure. A quick evaluation has the precision of the steps, all others are in float32."""
     with devices.autocast(config["device"], config["precision"] if quick else "fp32")():
         return metrics.measure(state.net, state.ema, state.images, state.labels, index, len(state.classes),

@@ -191,13 +191,17 @@ def test_a_second_column_shows_equal_steps(tmp_path):
         make("crae", [99.0], seed, FAST | dict(pflop=0.02, lr=0.1))
         make("crae_plus", [90.0], seed, FAST | dict(pflop=0.02, lr=0.1))        # another setting
     make("crae_plus", [44.0], 3, FAST | dict(pflop=0.05))       # another budget with 20 steps
+    make("crae_plus", [31.0], 0, FAST | dict(pflop=0.051))      # ... and the same run once more
+    make("crae_plus", [80.0, 99.0], 0, dict(recipe="fast", steps=40))           # the shortest length counts
+    make("mixmatch", [90.0, 88.0], 0, FAST)                     # our comparison: the paper has 17.07 - 11.08
     text = write_report(tmp_path)
     half = 4.3026527 * 0.1 / math.sqrt(3)                       # differences of 1, 1.1, 1.2; and -4, ...
     row = (f"| CRAE+ is better than CRAE | 250 | -6.31 | +1.10 | {1.1 - half:+.2f} to {1.1 + half:+.2f} | 3 "
            f"| does not hold | -3.90, {-3.9 - half:+.2f} to {-3.9 + half:+.2f} (3) |")
-    assert row in text
-    row, = [line for line in text.splitlines() if line.startswith("| CRAE is better than S4L |")]
-    assert row.endswith("| holds |  |")                         # no S4L with 20 steps
+    assert row in text and "| verdict | all with 20 steps (seeds) |" in text
+    assert "| CRAE is better than MixMatch (not claimed in the paper) | 250 | – | -58.00 |" in text
+    rows = [line for line in text.splitlines() if line.startswith("| CRAE is better than S4L |")]
+    assert rows[0].endswith("| holds |  |")                     # no S4L with 20 steps
     # The table of runs with 20 steps has both methods, the list of all runs has each run once.
     section = text.partition("## cifar10, with recipe fast, steps 20")[2].partition("\n## ")[0]
     assert "| CRAE | 35.00 ± 0.00 (3) |" in section and "| CRAE+ | 34.33 ± 6.45 (4) |" in section

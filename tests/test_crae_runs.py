@@ -101,9 +101,10 @@ def test_every_flag_reaches_its_place(tmp_path, monkeypatch):
     assert kept["objective"].keywords == dict(
         select="marginal", eta=0.3, aux="upright", copies=("four", "one"), detach=True)
     assert kept["p_z"] is losses.log_p_z and kept["net"].aux is not None
-    paper(mixmatch=True, steps=1000)
-    assert kept["objective"].func is train_crae.crae_mixmatch and kept["objective"].keywords == dict(
-        select="marginal", eta=1.0, weight=75.0, beta=0.75, temperature=0.5, ramp=400)
+    for recipe, weight in ("paper", 75.0), ("fast", 30.0):      # elsewhere, the fast recipe has eta = 2
+        paper(mixmatch=True, steps=1000, recipe=recipe)
+        assert kept["objective"].func is train_crae.crae_mixmatch and kept["objective"].keywords == dict(
+            select="marginal", eta=1.0, weight=weight, beta=0.75, temperature=0.5, ramp=400)
     assert kept["config"]["method"] == "crae_mixmatch" and kept["net"].aux is not None
     paper(unlabeled=11)
     assert kept["unlabeled"] == 11
@@ -181,6 +182,7 @@ BAD = {                                                         # flags: what th
     "--ext1_ramp 0.5,1.5": "--ext1_ramp", "--ext1_ramp 0.1,0.2,0.3": "--ext1_ramp",
     "--mixmatch --plus": "omit --plus", "--mixmatch --heads 0": "omit --heads",
     "--mixmatch --aux none": "omit --aux", "--mixmatch --select detach": "omit --select",
+    "--mixmatch --ext1_ramp 0,1": "omit --ext1_ramp", "--mixmatch --eta2 2": "omit --eta2",
     "--mixmatch --rotations one": "omit --rotations", "--mixmatch --detach_rotated": "omit --detach_rotated",
     "--mixmatch --dataset imagenet": "--mixmatch: needs several views",
     "--detach_rotated --heads 0": "--detach_rotated", "--recipe slow": "fast, paper",

@@ -218,7 +218,7 @@ def test_evaluations_that_were_timed_before_the_first_report_are_included_at_onc
     assert about == ["about 24.9 minutes left for 995 steps and 499 evaluations"]
 
 
-SHORTER = "fewer --steps, or --minutes, a smaller --arch or --image_size, or a GPU"
+SHORTER = "fewer --steps (or --minutes), a smaller --arch or --image_size, or a GPU"
 
 
 @pytest.mark.parametrize("values, hint", [

@@ -152,6 +152,9 @@ def test_a_resumed_run_keeps_its_precision(tmp_path, monkeypatch):
         monkeypatch.setattr(devices, "has_bf16", lambda: False)
         again = train_crae.train(**flags, resume=True)          # a finished run is only read
         assert again["test_error"] == row["test_error"] and not used
+        if first:
+            with pytest.raises(cli.Refused, match="uses bf16, which this CPU does not support"):
+                train_crae.train(**flags | dict(steps=3), resume=True)
         for name in "model.pt", "last.pt", "previous.pt", "log.csv", "diversity.csv":
             path.with_name(name).unlink()                       # as if it was killed after its first step
         monkeypatch.setattr(devices, "has_bf16", lambda: not first)
@@ -196,11 +199,11 @@ def test_how_many_steps_fit_into_a_time():
 def test_an_evaluation_is_timed_on_a_part_of_its_images(monkeypatch):
     clock, index = [0.0], dict.fromkeys(("sample", "validation", "test", "raw_test"), range(2048))
 
-    def evaluate(state, config, some, quick, watch):
+    def measure_state(state, config, some, quick, watch):
         assert {len(i) for i in some.values()} == {512}
         clock[0] += 3.0
 
-    monkeypatch.setattr(training, "evaluate", evaluate)
+    monkeypatch.setattr(training, "measure_state", measure_state)
     monkeypatch.setattr(budget, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     state = SimpleNamespace(index=index, net=SimpleNamespace(rotation=None))
     assert budget.timed_evaluation(state, {}, False) == 12.0

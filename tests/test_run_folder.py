@@ -107,6 +107,14 @@ def test_a_run_from_before_a_flag_existed_can_be_resumed(tmp_path):
     assert train_crae.train(**flags, resume=True)["step"] == 2
 
 
+@pytest.mark.parametrize("flags", [dict(mixmatch=True), dict(plus=True, ext1_ramp=[0.3, 0.7])])
+def test_a_run_whose_ramp_depends_on_its_length_cannot_be_made_longer(tmp_path, flags):
+    flags = QUICK | flags | dict(steps=2, out=str(tmp_path / "run"))
+    train_crae.train(**flags)
+    with pytest.raises(cli.Refused, match="--steps 3: the run in .* has 2"):
+        train_crae.train(**flags | dict(steps=3), resume=True)
+
+
 def test_a_run_whose_learning_rate_decays_cannot_be_made_longer(tmp_path, monkeypatch):
     monkeypatch.setitem(presets.digits, "decay_at", [0.5])
     flags = QUICK | dict(batch=2, out=str(tmp_path / "run"))
