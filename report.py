@@ -73,6 +73,8 @@ METHODS |= dict(no_rotation_ext1="ext. 1 without rotation branches",
                 crae_no_aux="CRAE, no additional classifier",
                 crae_plus_no_aux="CRAE+, no additional classifier")
 METHODS |= {f"independent_{k}": f"independent, {k} heads" for k in (2, 10, 20)}
+# The place of a method is its colour. These came later, so the others keep theirs.
+METHODS |= {method: METHODS.pop(method) for method in ("s4l_weight1", "crae_mixmatch")}
 
 CELLS = "A cell is the mean ± standard deviation over seeds (number of seeds)."
 PAPER = """\
