@@ -105,8 +105,8 @@ def crae_plus(model, x_l, y_l, x_u, *, augment, gen, select, eta, eta2, temperat
 def crae_mixmatch(model, x_l, y_l, x_u, *, augment, gen, select, eta, step=0, **constants):
     """Our addition, not in the paper: MixMatch on upright images, then CRAE on one rotated copy per image.
 
-    Mixing keeps MixMatch from learning the few labelled images by heart. An unmixed loss on them would undo
-    this (docs/recipe.md), so labelled copies train p(y|x) and the rotation heads, but not the features. They
+    Mixing keeps MixMatch from memorising the few labelled images. An unmixed loss on them would undo this
+    (docs/recipe.md), so labelled copies train p(y|x) and the rotation heads, but not the features. They
     train linear layers only, so every second labelled image suffices. The pass of the rotated copies uses the
     BN statistics of its own batch and updates nothing.
     """
