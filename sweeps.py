@@ -179,9 +179,12 @@ def start_run(run, slot, jobs, processes, device):
 
 
 def last_line(output):
-    """The last line of the script. What torchrun adds about a failed process comes after it."""
+    """The last line of the script. What torchrun adds about a failed process comes after it.
+
+    So does C++, now and then, if a process ends while threads of its communication still run.
+    """
     output.seek(0)
-    text = re.split(r"^[EW]\d{4} ", output.read(), maxsplit=1, flags=re.MULTILINE)[0]
+    text = re.split(r"^(?:[EW]\d{4} |terminate called)", output.read(), maxsplit=1, flags=re.MULTILINE)[0]
     return (text.strip().splitlines() or ["no output"])[-1]
 
 

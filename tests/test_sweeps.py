@@ -1,4 +1,5 @@
 """Runs as processes: cores, GPUs, torchrun and failures; the plan that a dry run prints."""
+import io
 import shlex
 from pathlib import Path
 
@@ -91,6 +92,13 @@ def test_several_processes_train_a_run_and_a_failure_is_named(tmp_path):
     failed, = sweeps.sweep(runs, 1, 2, "cpu")
     assert failed.startswith(f"{runs[0]['folder']}: ") and "is not the folder of a run" in failed
     assert sweeps.is_finished(runs[1])
+
+
+@pytest.mark.parametrize("after", ["", "E1118 12:00:00 torchrun says more\n", "W1118 and more\n",
+                                   "terminate called without an active exception\nE1118 12:00:00 more\n"])
+def test_the_last_line_is_that_of_the_script(after):
+    assert sweeps.last_line(io.StringIO("a line\n--lr 0: must be\n" + after)) == "--lr 0: must be"
+    assert sweeps.last_line(io.StringIO(after)) == "no output"
 
 
 @pytest.mark.slow
