@@ -172,6 +172,12 @@ BASELINES_FAST["s4l"] = dict(weight=2.0)
 BASELINES_FAST["mixmatch"] |= dict(weight=30.0)
 BASELINES_FAST["mean_teacher"] |= dict(weight=30.0)
 BASELINES_FAST["fixmatch"] |= dict(weight=3.0)
+BASELINES_FAST["pi_model"] |= dict(weight=10.0)
+BASELINES_FAST["pseudo_label"] |= dict(weight=10.0)
+BASELINES_FAST["mixup"] |= dict(weight=0.3)
+BASELINES_FAST["vat"] |= dict(weight=0.1)
+BASELINES_FAST["ict"] |= dict(weight=300.0)
+BASELINES_FAST["swa"] |= dict(weight=30.0)
 
 # train_crae.py --mixmatch, our addition: its eta, also chosen on validation images. MixMatch's constants are
 # those above.
