@@ -27,8 +27,8 @@ PAR = 1.0                               # our choice of what "costs nothing" and
 
 # The paper's claims: text, {method: its factor in the difference}, and options of the difference.
 # measure: error (the default), or off_diagonal, the share of images whose best rotation head is not that of
-# their class. crae/16 is CRAE with --rot_dim 16. ours: a comparison that the paper does not make, added after
-# the rule was fixed.
+# their class. crae/16 is CRAE with --rot_dim 16. The option `ours` marks a comparison that the paper does not
+# make; these were added after the rule was fixed.
 UPRIGHT = "S4L with its class loss on upright copies (not in the paper)"
 WITH_MIXMATCH = "CRAE with MixMatch (our addition)"
 CLAIMS = [

@@ -204,11 +204,11 @@ def build(config, num_classes):
     if extended:
         constants |= {name: config[name] for name in ("eta2", "temperature", "ext1", "ext2", "entmin")}
         constants["ramp"] = [part * config["steps"] for part in config["ext1_ramp"] or (0, 0)]
-    objective = partial(crae_plus if extended else crae, **constants)
     if config["mixmatch"]:
         constants = {name: config[name] for name in ("select", "eta", "weight", "beta", "temperature")}
-        ramp = train_baselines.ramp_steps("mixmatch", config["steps"], config["recipe"])
-        objective = partial(crae_mixmatch, ramp=ramp, **constants)
+        constants["ramp"] = train_baselines.ramp_steps("mixmatch", config["steps"], config["recipe"])
+    method = crae_mixmatch if config["mixmatch"] else crae_plus if extended else crae
+    objective = partial(method, **constants)
     p_z = losses.log_p_z if select in ("marginal", "detach") else mean_p_z
     # Without rotation branches, CRAE sees no unlabelled image.
     unlabeled = (config["unlabeled"] or config["batch"]) if K or extended else 0
