@@ -3,7 +3,9 @@ import re
 
 import pytest
 
+import presets
 import report
+import results
 from helpers import HERE
 
 END = "## What to run on a GPU"         # the tables below this heading are calculated, not measured
@@ -46,3 +48,29 @@ def test_every_mean_with_a_deviation_is_in_the_report(printed, page):
     means = re.findall(r"\d+\.\d\d ± \d+\.\d\d", text)
     assert means
     assert [mean for mean in means if mean not in printed] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md", "docs/reproduction.md"])
+def test_every_interval_in_a_sentence_is_in_the_report(printed, page):
+    """A sentence may turn a difference round: "better by 1.47 to 5.74" is -5.74 to -1.47."""
+    number = r"([+-]?\d+\.\d\d)"
+    intervals = {tuple(map(float, pair)) for pair in re.findall(rf"{number} to {number}", printed)}
+    intervals |= {(-high, -low) for low, high in intervals}
+    lines = (HERE / page).read_text().replace("−", "-").splitlines()
+    sentences = "\n".join(line for line in lines if not line.startswith("|"))
+    found = re.findall(rf"{number}\s+to\s+{number}", sentences)
+    assert found
+    assert [pair for pair in found if tuple(map(float, pair)) not in intervals] == []
+
+
+def test_every_list_of_errors_is_that_of_the_seeds_in_the_logs():
+    runs, _ = results.read_runs(HERE / "results", presets.DEFINITION)
+    groups = {}
+    for r in sorted((r for r in runs if r["finished"]), key=lambda r: r["seed"]):
+        key = r["dataset"], r["labels"], r["method"], r["rot_dim"], report.setting_of(r)
+        groups.setdefault(key, []).append(f"{r['error']:.2f}")
+    lists = [", ".join(errors[:n]) for errors in groups.values() for n in range(3, len(errors) + 1)]
+    text = (HERE / "docs" / "results.md").read_text().partition("## Digits with the paper's recipe")[0]
+    found = re.findall(r"\d+\.\d\d(?:, \d+\.\d\d){2,}", text)
+    assert len(found) > 10
+    assert [errors for errors in found if errors not in lists] == []
