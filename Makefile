@@ -1,7 +1,8 @@
 # make demo    labelled-only and CRAE+ on the embedded digits; a second call prints the results again
 # make test    lint the code and run all tests
 # make quick   the same without the tests that are marked slow
-# make figures rebuild the figures of docs/results.md and docs/reproduction.md, and report/, from results/
+# make figures rebuild the tables and figures of docs/reproduction.md, the figures of docs/results.md, and
+#              report/, from results/
 # Each of them first creates the virtual environment .venv and installs what it needs, once.
 PYTHON ?= python3
 
@@ -23,8 +24,9 @@ quick: .venv/ready-dev
 
 FAST = cifar10_pflop-0.1-recipe-fast
 figures: .venv/ready
-	.venv/bin/python report.py results/
+	.venv/bin/python report.py results/ --update docs/reproduction.md
 	cp report/cifar10_1000-labels_recipe-fast_compute.png docs/compute.png
+	cp report/$(FAST)_claims.png docs/claims.png
 	cp report/$(FAST)_1000_curves.png docs/reproduction_curves.png
 	cp report/$(FAST)_250_mechanism.png docs/reproduction_mechanism_cifar10.png
 	cp report/digits_50_mechanism.png docs/reproduction_mechanism.png

@@ -164,7 +164,7 @@ def claim_rows(runs, same_steps=()):
             in_paper = measure == "error" and not options.get("ours")
             paper = paper_difference(some[0]["dataset"], labels, factors) if in_paper else None
             found.append(dict(claim=claim, labels=labels, paper=paper, mean=mean, low=low, high=high,
-                              seeds=len(differences),
+                              seeds=len(differences), measure=measure, margin=margin,
                               same_steps=list(paired_differences(others, factors, measure).values()),
                               verdict_here=judge(low, high, len(differences), margin)))
         rows += [row | dict(verdict=judge_all(found)) for row in found]
@@ -198,6 +198,19 @@ def interval_text(low, high):
 
 
 # ---------------------------------------------------------------- figures
+
+
+def claim_lines(rows):
+    """plot_claims: the differences between errors that have enough seeds, with short names of the claims."""
+    short = {UPRIGHT: "S4L upright", WITH_MIXMATCH: "CRAE with MixMatch", " (not claimed in the paper)": ""}
+    lines = []
+    for row in rows:
+        if row["measure"] == "error" and row["seeds"] >= LEAST_SEEDS:
+            name = row["claim"]
+            for text, shorter in short.items():
+                name = name.replace(text, shorter)
+            lines.append(row | dict(name=name, verdict=row["verdict_here"]))
+    return lines
 
 
 def mechanism_lines(runs, names):
@@ -251,11 +264,16 @@ def write_claims(runs, same_steps, dataset, setting, stem, names, out):
     rows = claim_rows(runs, same_steps)
     lines = []
     if any(row["seeds"] >= LEAST_SEEDS for row in rows):
-        lines += [f"### The paper's claims, {dataset}{f', {setting}' if setting else ''}", "",
+        title = ", ".join(filter(None, [f"The paper's claims, {dataset}", setting]))
+        lines += [f"### {title}", "",
                   "A negative difference supports the claim. Differences and intervals are in percentage "
                   "points. The verdict follows from the 95 % interval of the mean paired difference by the "
                   "rule in claims.py.", "",
                   *claim_table(rows, same_steps[0]["steps"] if same_steps else None), ""]
+        shown = claim_lines(rows)
+        if shown:
+            plots.plot_claims(shown, title, out / f"{stem}_claims.png")
+            lines += [f"![{title}]({stem}_claims.png)", ""]
     for labels in sorted({r["labels"] for r in runs}, key=label_order):
         methods = mechanism_lines([r for r in runs if r["labels"] == labels], names)
         if len(methods) > 1:

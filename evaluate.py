@@ -71,6 +71,7 @@ import models
 import plots
 import predictions
 import run_folder
+import sheets
 from losses import log_p_z
 
 # Which commands a flag is for, and what the name of the file must end in.
@@ -367,7 +368,7 @@ def explain(saved, run, image, out, place, batch):
     numbers = [v.cpu().numpy() for v in (copies.permute(0, 2, 3, 1), p_y, R, p_z)]
     classes, y = saved["classes"], labels[i].item()
     path = Path(out) if out else make_evaluation(run) / "method.png"
-    run_folder.write_whole(path, lambda tmp: plots.plot_method(*numbers, classes, y, tmp))
+    run_folder.write_whole(path, lambda tmp: sheets.plot_method(*numbers, classes, y, tmp))
     true = ", ".join(f"{p:.2f}" for p in p_z.diagonal().tolist())
     print(f"{path}: test image {image}, class {classes[y]}; p(z|x) of the true rotation: {true}")
     return dict(path=str(path), image=image)

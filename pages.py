@@ -1,7 +1,9 @@
-"""One HTML file from the Markdown of a report, with its images inside, so that a user can send it."""
+"""The Markdown of a report as one HTML file with its images inside, and its tables in other pages."""
 import base64
 import html
 import re
+
+import cli
 
 # Our choices: text of a readable width. On a phone, tables are compact and figures fit the screen, because a
 # reader can enlarge a figure but cannot see what is cut off; tables that are still too wide scroll.
@@ -70,3 +72,29 @@ def table(lines):
     head = "".join(f"<th>{cell}</th>" for cell in rows[0])
     body = ["".join(f"<td>{cell}</td>" for cell in row) for row in rows[2:]]
     return "<div><table>\n" + "\n".join(f"<tr>{row}</tr>" for row in [head, *body]) + "\n</table></div>"
+
+
+def update_tables(page, lines):
+    """Replace the tables of a Markdown page by those of a report, given as its lines.
+
+    A page marks where the tables of a section of the report go, with HTML comments that no reader sees:
+    <!-- tables of: The paper's claims, digits --> before them, and <!-- end of tables --> after them.
+    """
+    sections, heading = {}, None
+    for line in lines:
+        if kind_of(line) == "heading":
+            heading = line.lstrip("# ").partition(" (differs")[0]       # what follows is an explanation
+        elif kind_of(line) in ("table", "nothing"):
+            sections.setdefault(heading, []).append(line)
+
+    def tables(match):
+        if match[1] not in sections:
+            raise cli.Refused(f"--update {page}: the report has no section '{match[1]}'")
+        text = re.sub(r"\n{3,}", "\n\n", "\n".join(sections[match[1]])).strip("\n")
+        return f"<!-- tables of: {match[1]} -->\n{text}\n<!-- end of tables -->"
+
+    marks = r"<!-- tables of: (.*) -->\n(?:.*\n)*?<!-- end of tables -->"
+    try:
+        page.write_text(re.sub(marks, tables, page.read_text(encoding="utf-8")), encoding="utf-8")
+    except OSError as error:
+        raise cli.Refused(f"--update {page}: cannot be written ({error.strerror})")

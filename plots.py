@@ -1,8 +1,7 @@
-"""Every figure of the repository. Each function takes numbers, not runs, and writes one PNG file.
+"""Every figure without images. Each function takes numbers, not runs, and writes one PNG file.
 
     plot_curve            errors of one run over its steps (curve.png in the run folder)
     plot_confusion        confusion matrix of a classifier (evaluate.py test)
-    plot_method           CRAE on one image, from left to right (evaluate.py explain)
     plot_runs             errors of single runs with their intervals (report.py, like all figures below)
     plot_labels           error against the number of labelled images
     plot_curves           error curves of several methods
@@ -11,6 +10,7 @@
     plot_rotation_dim     accuracy against the feature dimension before the rotation heads
     plot_mechanism        diagonal, error of p(y|x) and rotation accuracy over the run
     plot_compute          error against FLOPs, extended to a GPU-hour
+    plot_claims           differences between methods with their intervals, and the paper's differences
     plot_scaling          time and memory of a step against batch, classes, ... (benchmark.py scaling)
 
 Only this file and sheets.py import matplotlib, without pyplot: they need no display, and leave alone the
@@ -21,16 +21,12 @@ import statistics
 import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
-from matplotlib.patches import FancyBboxPatch, Rectangle
-from matplotlib.text import Annotation
 
 # Dark colours first, because light ones are hard to see on white.
 TAB20, TAB20B = colormaps["tab20"].colors, colormaps["tab20b"].colors
 PALETTE = [*TAB20[::2], *TAB20B[::4], *TAB20B[1::4], *TAB20B[2::4], *TAB20[1::2], *TAB20B[3::4]]
 MOST_MARKERS = 20       # on each line of plot_curve; we chose a number at which they do not touch
-# For plot_method. Our choices: ten class names are still readable; orange marks the true class and rotation.
-CLASSES_SHOWN = 10
-BLUE, TRUE, GREY = "#3b75af", "#e8820c", "#777777"
+CLASSES_SHOWN = 10      # our choice: so many class names are still readable
 
 
 def colour(k):
@@ -118,119 +114,6 @@ def plot_confusion(matrix, classes, title, path):
     save_figure(figure, path, dpi=120)
 
 
-# ---------------------------------------------------------------- the method
-
-
-def plot_method(copies, p_y, R, p_z, classes, true_class, path):
-    """CRAE on one image: its four rotations, p(y|x), the rotation heads R_k(z|x), and p(z|x) by Eq. 1.
-
-    copies  (4, H, W, 3) uint8; copy z is the image rotated by 90 z degrees, an input of the network
-    p_y     (4, C) main classifier        R  (4, C, 4) rotation heads        p_z  (4, 4) p(z|x)
-    """
-    p_y, R, p_z = map(np.asarray, (p_y, R, p_z))
-    shown = classes_to_show(p_y, true_class)
-    names = [shorten(classes[k], 11) for k in shown]
-    figure = Figure(figsize=(9, 6.6))
-    method_text(figure, len(shown), len(classes))
-    image = figure.add_axes([0.012, 0.395, 0.105, 0.143])
-    show_image(image, copies[0])
-    name = shorten(classes[true_class], 12)
-    gap = " " if len(name) < 6 else "\n"
-    image.set_xlabel(f"class:{gap}{name}", fontsize=9, color=TRUE, parse_math=False)
-    figure.add_artist(FancyBboxPatch((0.285, 0.087), 0.022, 0.750, boxstyle="round,pad=0.005", edgecolor=GREY,
-                                     facecolor="#f0f0f0", transform=figure.transFigure))
-    for z, bottom in enumerate((0.680, 0.482, 0.284, 0.086)):
-        middle = bottom + 0.079
-        copy = figure.add_axes([0.165, bottom + 0.012, 0.095, 0.1295])
-        show_image(copy, copies[z])
-        copy.set_title(f"z = {90 * z}°", fontsize=9, pad=2, color=TRUE)
-        bars, heads, result = (figure.add_axes([left, bottom, width, 0.158])
-                               for left, width in ((0.42, 0.125), (0.595, 0.14), (0.825, 0.165)))
-        class_bars(bars, p_y[z, shown], names, list(shown).index(true_class))
-        show_heads(heads, R[z, shown], p_y[z, shown].argmax(), z)
-        rotation_bars(result, p_z[z], z)
-        for axes in (heads, result) if z < 3 else ():
-            axes.tick_params(labelbottom=False)
-        arrow(figure, (0.121, 0.467), (0.160, middle))
-        arrow(figure, (0.263, middle), (0.279, middle))
-        arrow(figure, (0.314, middle), (0.403 - 0.0065 * max(map(len, names)), middle))
-        figure.text(0.570, middle, "×", ha="center", va="center", fontsize=16)
-        figure.text(0.762, middle + 0.030, r"$\sum_k$", ha="center", va="center", fontsize=12)
-        arrow(figure, (0.742, middle), (0.783, middle))
-    save_figure(figure, path, dpi=200)
-
-
-def classes_to_show(p_y, true_class):
-    """All classes, or the most probable ones and the true one if there are too many; in their order."""
-    order = p_y.max(0).argsort()[::-1].tolist()                 # (C,)
-    order.remove(true_class)
-    return np.array(sorted([true_class, *order[:CLASSES_SHOWN - 1]]))
-
-
-def method_text(figure, shown, num_classes):
-    """Eq. 1, the titles of the columns, and what the marks mean."""
-    centred = dict(ha="center", va="center")
-    figure.text(0.5, 0.965, r"$p(z\,|\,x)\;=\;\sum_k\;p(y=k\,|\,x)\;R_k(z\,|\,x)$", fontsize=13, **centred)
-    some = "" if shown == num_classes else f" ({shown} of {num_classes})"
-    titles = {0.065: "image", 0.2125: "four rotations\n$x$", 0.470: f"class $k${some}\n$p(y=k\\,|\\,x)$",
-              0.665: "rotation head of class $k$\n$R_k(z\\,|\\,x)$", 0.9075: "rotation\n$p(z\\,|\\,x)$"}
-    for x, title in titles.items():
-        figure.text(x, 0.868, title, ha="center", va="bottom", fontsize=10, linespacing=1.4)
-    figure.text(0.2965, 0.462, "one network: backbone and heads", rotation=90, fontsize=9, **centred)
-    marks = ("orange: true class, true rotation", "frame: head of the most probable class",
-             "heat map: white 0, blue 1")
-    figure.text(0.5, 0.018, (" " * 6).join(marks), fontsize=8, color=GREY, **centred)
-
-
-def show_image(axes, image):
-    axes.imshow(image, interpolation="nearest")
-    axes.set(xticks=[], yticks=[])
-
-
-def class_bars(axes, p, names, true):
-    """p(y|x) of one copy. The next panel shows the rotation head of a class in the same row."""
-    k = np.arange(len(p))
-    axes.barh(k, p, height=0.75, color=[TRUE if i == true else BLUE for i in k])
-    axes.set(xlim=(0, 1.25), ylim=(len(p) - 0.5, -0.5), xticks=[])
-    axes.set_yticks(k, names, fontsize=7, parse_math=False)
-    axes.tick_params(length=0, pad=3)
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    best = p.argmax()
-    axes.text(p[best] + 0.03, best, f"{p[best]:.2f}", fontsize=7.5, va="center_baseline")
-
-
-def show_heads(axes, R, best, true):
-    """R_k(z|x) of one copy as a heat map: one row per class, one column per rotation; frames row `best`."""
-    axes.imshow(R, vmin=0, vmax=1, cmap="Blues", aspect="auto", interpolation="nearest")
-    axes.add_patch(Rectangle((-0.47, best - 0.47), 3.94, 0.94, fill=False, edgecolor="black", linewidth=1.3))
-    mark_rotations(axes, true)
-    axes.set_yticks([])
-
-
-def rotation_bars(axes, p, true):
-    """p(z|x) of one copy."""
-    axes.bar(range(4), p, width=0.7, color=[TRUE if z == true else BLUE for z in range(4)])
-    for z in range(4):
-        weight = "bold" if z == true else None
-        axes.text(z, p[z] + 0.03, f"{p[z]:.2f}", ha="center", fontsize=7.5, fontweight=weight)
-    axes.set(xlim=(-0.6, 3.6), ylim=(0, 1.2), yticks=[])
-    mark_rotations(axes, true)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-
-
-def mark_rotations(axes, true):
-    """Rotations on the x axis; an orange triangle marks the true one."""
-    axes.set_xticks(range(4), ["0°", "90°", "180°", "270°"], fontsize=8)
-    axes.tick_params(length=0, pad=7)
-    below = axes.get_xaxis_transform()                          # x in rotations, y as a share of the height
-    axes.plot(true, -0.035, marker="^", markersize=5, color=TRUE, clip_on=False, transform=below)
-
-
-def arrow(figure, start, end):
-    style = dict(arrowstyle="-|>", color=GREY, linewidth=1.1, shrinkA=0, shrinkB=0)
-    figure.add_artist(Annotation("", end, start, "figure fraction", "figure fraction", arrowprops=style))
-
-
 # ---------------------------------------------------------------- several runs
 
 MARKERS = "osv^DPX*<>"                                           # so that methods differ not only in colour
@@ -314,7 +197,8 @@ def finish_errors(figure, axes, title, path):
     axes.set(ylabel="test error (%)", ylim=(0, 1.05 * axes.get_ylim()[1]))      # room for the highest marker
     axes.set_title(printable(title), parse_math=False)
     axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, loc="outside right upper")
+    if not axes.get_legend():
+        figure.legend(fontsize=8, loc="outside right upper")
     save_figure(figure, path)
 
 
@@ -394,7 +278,42 @@ def plot_compute(methods, gpu_hour, title, path):
                       marker=MARKERS[k % len(MARKERS)])
     axes.axvline(gpu_hour, color="grey", linestyle=":")
     axes.set(xscale="log", xlabel="training PFLOP; dashed: guess for one hour of an A100 (in brackets)")
+    axes.legend(fontsize=8)                     # inside: the errors at the smallest budgets leave room
     finish_errors(figure, axes, title, path)
+
+
+def plot_claims(rows, title, path):
+    """One line per claim and number of labels: the difference, its 95 % interval, and the paper's difference.
+
+    rows: dicts with `name`, `labels`, `mean`, `low`, `high`, `paper` (or None), `margin` and `verdict` (for
+    this number of labels). A difference on the left of the margin supports the claim.
+    """
+    shades = {"holds": "#2a7f3f", "does not hold": "#b8332a", "cannot be told": "#777777"}
+    of_paper = dict(color="black", marker="D", markerfacecolor="none", markersize=5, linestyle="")
+    figure = Figure(figsize=(8.5, 0.24 * len(rows) + 1.4), layout="constrained")
+    axes, ticks = figure.subplots(), []
+    for y, row in enumerate(rows):
+        style = dict(color=shades[row["verdict"]], linewidth=2, solid_capstyle="butt")
+        axes.plot([row["low"], row["high"]], [y, y], **style)
+        axes.plot(row["mean"], y, marker="o", markersize=5, **style)
+        axes.plot([row["margin"]] * 2, [y - 0.5, y + 0.5], color="black", linewidth=0.8)
+        if row["paper"] is not None:
+            axes.plot(row["paper"], y, **of_paper)
+        first = not y or row["name"] != rows[y - 1]["name"]
+        if first:
+            axes.axhline(y - 0.5, color="#dddddd", linewidth=0.8, zorder=0)
+        ticks.append(f"{printable(row['name']) if first else ''}   {row['labels']} labels")
+    axes.set_yticks(range(len(rows)), ticks, fontsize=8, parse_math=False)
+    axes.set(ylim=(len(rows) - 0.5, -0.5))
+    axes.set_xlabel("difference between test errors in points; left of the line: as claimed", fontsize=9)
+    axes.grid(alpha=0.3, axis="x")
+    for verdict, shade in shades.items():
+        axes.plot([], [], color=shade, marker="o", linewidth=2, markersize=5, label=verdict)
+    if any(row["paper"] is not None for row in rows):
+        axes.plot([], [], label="in the paper", **of_paper)
+    figure.suptitle(printable(title), fontsize=10, parse_math=False)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    save_figure(figure, path, dpi=120)
 
 
 def show_diversity(axes, matrix, title, classes=()):

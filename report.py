@@ -13,6 +13,7 @@ import cli
 FLAGS = {
     "runs": (str, cli.WORD, "folder that contains the runs, for example runs/"),
     "out": (str, "report", "folder for report.html, report.md and the figures"),
+    "update": (str, None, "a page whose marked tables become those of the report: docs/reproduction.md"),
 }
 
 if __name__ == "__main__":
@@ -303,18 +304,19 @@ def diversity_figures(runs, title, folder, start):
 
 
 @cli.strict(FLAGS)
-def write_report(runs, out):
+def write_report(runs, out, update):
     """Write report.md, its figures and report.html. Returns the path of report.md."""
     folder, out = Path(runs), Path(out)
     if not folder.is_dir():
         raise cli.Refused(f"RUNS {folder}: no such folder")
     if out.exists() and not out.is_dir():
         raise cli.Refused(f"--out {out}: is a file; give a folder")
+    if update and not Path(update).is_file():
+        raise cli.Refused(f"--update {update}: no such file")
     found, skipped = results.read_runs(folder, presets.DEFINITION)
     unfinished = [r for r in found if not r["finished"]]
     finished = [r for r in found if r["finished"]]
-    some = "1 finished run" if len(finished) == 1 else f"{len(finished)} finished runs"
-    counts = f"{some}, {len(unfinished)} unfinished"
+    counts = f"{len(finished)} finished run{'s' * (len(finished) != 1)}, {len(unfinished)} unfinished"
     try:
         out.mkdir(parents=True, exist_ok=True)
         text = ["# Report", "", f"{counts}.", "", *overview.write_overview(finished, folder, METHODS, out)]
@@ -328,6 +330,8 @@ def write_report(runs, out):
         pages.write_page(text, out, f"Report: {counts}", out / "report.html")
     except OSError as error:
         raise cli.Refused(f"--out {out}: cannot be written ({error.strerror})")
+    if update:
+        pages.update_tables(Path(update), text)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     print(f"{out / 'report.html'} and {out / 'report.md'}: {counts}, "
@@ -398,8 +402,8 @@ def write_setting(runs, same_steps, dataset, setting, stem, out):
         rows, absent = error_table(table, title, rows, dataset, runs, with_paper)
         lines += [*rows, ""] if rows else []
         missing += absent
-    lines += claims.write_claims(runs, same_steps, dataset, setting, stem, METHODS, out)
-    return lines + write_figures(runs, dataset, stem, with_paper, out), missing
+    lines += write_figures(runs, dataset, stem, with_paper, out)
+    return lines + claims.write_claims(runs, same_steps, dataset, setting, stem, METHODS, out), missing
 
 
 def tables_of(runs, dataset, setting):

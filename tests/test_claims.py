@@ -217,7 +217,7 @@ def test_no_prediction_without_a_power_law(tmp_path, figures, errors, budgets):
             helpers.make_run(tmp_path / "runs", method, errors=[error], changed=dict(pflop=budget))
     text = write_report(tmp_path)
     figure = figures["digits_50-labels_compute.png"]
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["CRAE", "a method of my own"]
+    assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["CRAE", "a method of my own"]
     assert not [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
     assert f"| a method of my own | {errors[0]:.2f} (1) | {errors[1]:.2f} (1) |" in text
 
@@ -229,6 +229,25 @@ def test_other_settings_have_figures_of_their_own(tmp_path, figures):
     text = write_report(tmp_path)
     assert {f"digits_50-labels_arch-{arch}_compute.png" for arch in "ab"} <= figures.keys()
     assert "## Error against compute, digits, 50 labels, arch a" in text
+
+
+def test_the_figure_of_the_claims_has_the_differences_between_errors_with_enough_seeds(tmp_path, figures):
+    def make(method, labels, seed, error):
+        helpers.make_run(tmp_path / "runs", method, "cifar10", labels, seed, errors=[error], heads=3)
+
+    for seed in range(3):
+        make("crae", 250, seed, 30.0 + seed)
+        make("s4l_upright", 250, seed, 40.0 - seed)             # differences of -10, -8 and -6
+        make("s4l", 250, seed, 31.0 + seed)                     # all equal: no interval, no verdict
+    for method, error in ("crae", 20.0), ("s4l", 22.0):
+        make(method, 1000, 0, error)                            # a single seed is not shown
+    text = write_report(tmp_path)
+    axes, = figures["cifar10_claims.png"].axes
+    assert "](cifar10_claims.png)" in text and "| The rotation heads of CRAE specialise" in text
+    ticks = [" ".join(tick.get_text().split()) for tick in axes.get_yticklabels()]
+    assert ticks == ["CRAE is better than S4L 250 labels", "CRAE is better than S4L upright 250 labels"]
+    means = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"]
+    assert [mean for mean in means if mean] == [[[-1.0, 0.0]], [[-8.0, 1.0]]]   # the legend's are empty
 
 
 def test_the_mechanism_of_many_evaluations(tmp_path, figures):

@@ -16,8 +16,8 @@ import folders
 import helpers
 import metrics
 import models
-import plots
 import predictions
+import sheets
 import train_baselines
 import train_crae
 
@@ -162,13 +162,13 @@ def test_a_run_from_disk_is_tested_and_predicts_with_its_own_crop(tmp_path):
 @pytest.fixture
 def shown(monkeypatch):
     """The numbers that plot_method is called with; the figure is written as usual."""
-    kept, real = {}, plots.plot_method
+    kept, real = {}, sheets.plot_method
 
     def plot_method(*numbers):
         kept.update(zip(("copies", "p_y", "R", "p_z", "classes", "true_class", "path"), numbers))
         real(*numbers)
 
-    monkeypatch.setattr(plots, "plot_method", plot_method)
+    monkeypatch.setattr(sheets, "plot_method", plot_method)
     return kept
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 from PIL import Image
 
+import cli
 import metrics
 import overview
 import pages
@@ -166,3 +167,20 @@ def test_names_in_another_encoding_do_not_stop_the_report(tmp_path):
     for name in "report.md", "report.html":
         assert "pics?" in (out / name).read_text(encoding="utf-8")
     assert plots.printable("pics\udcff\n") == "pics??"
+
+
+def test_the_tables_between_the_marks_of_a_page_become_those_of_the_report(tmp_path):
+    lines = ["# Report", "", "## a, with b 1 (differs from the preset)", "text", "", "| x |", "|---|",
+             "| 1 |", "", "![x](y.png)", "", "| y |", "|---|", "", "### c", "", "| z |", "|---|"]
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tables of: a, with b 1 -->\n| old |\n\nold\n<!-- end of tables -->\n"
+                    "middle\n<!-- tables of: c -->\n<!-- end of tables -->\n| after |\n")
+    for _ in range(2):                                          # the second time, nothing changes
+        pages.update_tables(page, lines)
+        assert page.read_text() == (
+            "before\n<!-- tables of: a, with b 1 -->\n| x |\n|---|\n| 1 |\n\n| y |\n|---|\n"
+            "<!-- end of tables -->\nmiddle\n"
+            "<!-- tables of: c -->\n| z |\n|---|\n<!-- end of tables -->\n| after |\n")
+    page.write_text("<!-- tables of: d -->\n<!-- end of tables -->\n")
+    with pytest.raises(cli.Refused, match="--update .*page.md: the report has no section 'd'"):
+        pages.update_tables(page, lines)

@@ -116,9 +116,29 @@ def test_curves_have_a_logarithmic_axis_if_their_lengths_differ_a_lot(tmp_path, 
     assert [scale(100, 400), scale(100, 401), scale()] == ["linear", "log", "linear"]
 
 
+def test_the_claims_show_each_interval_with_the_colour_of_its_verdict(tmp_path, figures):
+    def row(name, labels, mean, verdict, paper=None, margin=0.0):
+        return dict(name=name, labels=labels, mean=mean, low=mean - 1, high=mean + 2, verdict=verdict,
+                    paper=paper, margin=margin)
+
+    rows = [row("a $x$", 50, -4.0, "holds", paper=-6.0), row("a $x$", 100, 5.0, "does not hold"),
+            row("b", 50, 0.5, "cannot be told", margin=1.0)]
+    plots.plot_claims(rows, "title", tmp_path / "x.png")
+    axes, = figures[0].axes
+    drawn = {tuple(map(tuple, line.get_xydata().tolist())): line.get_color() for line in axes.lines}
+    shades = [drawn[(r["low"], y), (r["high"], y)] for y, r in enumerate(rows)]
+    assert shades == [drawn[(r["mean"], y),] for y, r in enumerate(rows)]
+    legend = {line.get_label(): line.get_color() for line in axes.lines if not len(line.get_xdata())}
+    assert shades == [legend[r["verdict"]] for r in rows] and len({*shades}) == 3
+    assert ((-6.0, 0),) in drawn and ((0.0, 0.5), (0.0, 1.5)) in drawn and ((1.0, 1.5), (1.0, 2.5)) in drawn
+    ticks = [" ".join(tick.get_text().split()) for tick in axes.get_yticklabels()]
+    assert ticks == ["a $x$ 50 labels", "100 labels", "b 50 labels"]
+    assert axes.get_ylim() == (2.5, -0.5)                       # the first claim is at the top
+
+
 def test_the_figure_of_the_method_shows_the_numbers_of_each_rotation(tmp_path, figures):
     copies, p_y, R, p_z = example(C=3)
-    plots.plot_method(copies, p_y, R, p_z, ["cat", "dog", "$x$"], 1, tmp_path / "x.png")
+    sheets.plot_method(copies, p_y, R, p_z, ["cat", "dog", "$x$"], 1, tmp_path / "x.png")
     image, rotations = panels(figures[0])
     np.testing.assert_array_equal(image.images[0].get_array(), copies[0])
     assert image.get_xlabel() == "class: dog"
@@ -136,8 +156,8 @@ def test_the_figure_of_the_method_shows_the_numbers_of_each_rotation(tmp_path, f
 
 
 def test_the_figure_of_the_method_marks_the_true_class_and_rotation(tmp_path, figures):
-    plots.plot_method(*example(C=3), ["cat", "dog", "bird"], 1, tmp_path / "x.png")
-    marked = plots.Rectangle((0, 0), 1, 1, facecolor=plots.TRUE).get_facecolor()
+    sheets.plot_method(*example(C=3), ["cat", "dog", "bird"], 1, tmp_path / "x.png")
+    marked = sheets.Rectangle((0, 0), 1, 1, facecolor=sheets.TRUE).get_facecolor()
     for z, (_, bars, heads, result) in enumerate(panels(figures[0])[1]):
         assert [bar.get_facecolor() == marked for bar in bars.patches] == [False, True, False]
         assert [bar.get_facecolor() == marked for bar in result.patches] == [k == z for k in range(4)]
@@ -150,10 +170,10 @@ def test_the_figure_of_the_method_shows_ten_of_many_classes(tmp_path, figures):
     copies, p_y, R, p_z = example(C=30)
     names = [f"a very long name of class {k}" for k in range(30)]
     true = int(p_y.max(0).argmin())                             # the least probable class is shown, too
-    plots.plot_method(copies, p_y, R, p_z, names, true, tmp_path / "x.png")
+    sheets.plot_method(copies, p_y, R, p_z, names, true, tmp_path / "x.png")
     most = set(p_y.max(0).argsort()[-9:].tolist())
     shown = sorted(most | {true})
-    assert len(shown) == 10 and plots.classes_to_show(p_y, true).tolist() == shown
+    assert len(shown) == 10 and sheets.classes_to_show(p_y, true).tolist() == shown
     for z, (_, bars, heads, result) in enumerate(panels(figures[0])[1]):
         np.testing.assert_allclose([bar.get_width() for bar in bars.patches], p_y[z, shown])
         np.testing.assert_allclose(heads.images[0].get_array(), R[z, shown])
