@@ -34,12 +34,12 @@ from overview import file_name, label_order, mean_std, table_line, unused_name
 
 # The paper's tables: title, and rows as method: name.
 TABLES = {
-    "slfsl": ("SlfSL based SemSL", dict(
+    "slfsl": ("Self-supervised methods", dict(
         labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L",
         s4l_upright="S4L, class loss on upright copies (not in the paper)",
         s4l_weight2="S4L, weight 2 (not in the paper)",
         s4l_weight1="S4L, weight 1 instead of the fast recipe's 2 (not in the paper)", crae="CRAE")),
-    "sota": ("SOTA SemSL", dict(
+    "sota": ("Semi-supervised methods", dict(
         labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
         vat="VAT", mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA",
         fixmatch="FixMatch (not in the paper)", crae="CRAE", crae_plus="CRAE+",
@@ -190,7 +190,7 @@ def imagenet_table(runs):
     """ILSVRC-2012: top-1 and top-5 accuracy of runs with the preset's values, and the missing cells."""
     columns = [(k, metric) for k in ("1%", "10%") for metric in ("top1_accuracy", "top5_accuracy")]
     names = [f"{k} labels, {metric.replace('_accuracy', '').replace('top', 'top-')}" for k, metric in columns]
-    head = ["SlfSL based SemSL, ILSVRC-2012, accuracy", *chain(*((name, "paper") for name in names))]
+    head = ["Self-supervised methods, ILSVRC-2012, accuracy", *chain(*((name, "paper") for name in names))]
     lines, missing = [table_line(head), "|---" * len(head) + "|"], []
     numbers = {(r["table"], r["method"], r["labels"], r["metric"]): f"{float(r['value']):.2f}"
                for r in presets.paper_numbers() if r["dataset"] == "imagenet"}

@@ -341,12 +341,12 @@ def test_no_table_of_other_methods_on_svhn_extra_unless_there_are_runs(tmp_path)
         make_run(runs, method, "svhn_extra", 250, errors=[8.0], diversity=False)
     report.write_report(str(runs), out=str(path.parent))
     text = path.read_text()
-    assert "| SlfSL based SemSL, svhn_extra | 250 labels | paper |" in text
-    assert "SOTA SemSL, svhn_extra" not in text and "Ensembles, svhn_extra" not in text
-    assert "SOTA SemSL, svhn |" not in text and "SOTA SemSL, cifar100 |" not in text    # were not run
+    assert "| Self-supervised methods, svhn_extra | 250 labels | paper |" in text
+    assert "Semi-supervised methods, svhn_extra" not in text and "Ensembles, svhn_extra" not in text
+    assert not any(f"Semi-supervised methods, {name} |" in text for name in ("svhn", "cifar100"))
     make_run(runs, "vat", "svhn_extra", 500, errors=[7.0], diversity=False)
     report.write_report(str(runs), out=str(path.parent))
-    table = path.read_text().split("| SOTA SemSL, svhn_extra ")[1].split("\n\n")[0].splitlines()
+    table = path.read_text().split("| Semi-supervised methods, svhn_extra ")[1].split("\n\n")[0].splitlines()
     assert table == ["| 250 labels | 500 labels |", "|---|---|---|", "| Labeled-only | 8.00 (1) |  |",
                      "| VAT |  | 7.00 (1) |", "| CRAE | 8.00 (1) |  |"]
     missing = path.read_text().split("## Not run, or not finished")[1]
