@@ -332,6 +332,7 @@ def slow_crae(*args, step, **more):
 
 data.test_batches, train_crae.crae = slow_batches, slow_crae
 train_crae.train(recipe="paper", steps=20, batch=4, arch="wrn-10-0.25", device="cpu", out=sys.argv[2])
+distributed.leave()             # as in cli.run: otherwise gloo sometimes aborts the process at its exit
 """
 
 
