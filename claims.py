@@ -20,6 +20,7 @@ import statistics
 import estimates
 import plots
 import presets
+import results
 from overview import file_name, label_order, mean_std, table_line, unused_name
 
 LEAST_SEEDS = 3                         # our choice: with two seeds, the interval is +- 9 standard deviations
@@ -218,9 +219,8 @@ def mechanism_lines(runs, names):
         panels = []
         for column in "matrices", "unlabeled", "rotation":
             curves = [dict(r[column]) for r in found]
-            steps = sorted(set.intersection(*map(set, curves))) if curves else []
             points = []
-            for step in steps:
+            for step in results.common_steps(curves):
                 values = [curve[step] for curve in curves]
                 values = [100 * mean_diagonal(v) for v in values] if column == "matrices" else values
                 points.append((step / found[0]["steps"], statistics.mean(values)))

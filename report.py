@@ -259,8 +259,8 @@ def curves_figure(runs):
     for method, name, colour in in_table_order({r["method"] for r in runs}):
         of_method = [r for r in runs if r["method"] == method]
         curves = [dict(r["errors"]) for r in [r for r in of_method if r["finished"]] or of_method]
-        steps = sorted(set.intersection(*map(set, curves)))
-        points = [(step, statistics.mean(curve[step] for curve in curves)) for step in steps]
+        points = [(step, statistics.mean(curve[step] for curve in curves))
+                  for step in results.common_steps(curves)]
         methods.append(dict(name=f"{name} ({len(curves)})", colour=colour, points=points))
     return methods
 

@@ -89,6 +89,18 @@ def read_run(path):
                 matrices=matrices, classes=classes)
 
 
+def common_steps(curves):
+    """The steps that all curves have. curves: dicts {step: value}.
+
+    A run can be evaluated twice at its end: on a sample of the images, and a few steps later on all of them.
+    Leaves out the former, which would draw their difference as a jump.
+    """
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    if len(steps) > 2 and steps[-1] - steps[-2] < (steps[-2] - steps[-3]) / 2:
+        del steps[-2]
+    return steps
+
+
 def label_count(config, labeled):
     """250, "10%", "40 listed" with --labels_file, or "all" if all training images are labelled."""
     value = config["labels"]

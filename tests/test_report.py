@@ -11,6 +11,7 @@ import helpers
 import plots
 import presets
 import report
+import results
 import run_folder
 from helpers import change_config, make_run
 
@@ -382,3 +383,11 @@ def test_runs_of_another_definition_of_crae_are_not_counted(tmp_path, capsys):
     for name, definition in ("old", 1), ("future", 99):
         line = f"{runs / name}: used definition {definition} of CRAE, not {presets.DEFINITION}"
         assert line in text.split("## Skipped")[1] and line in errors
+
+
+@pytest.mark.parametrize("curves, steps", [
+    ([], []), ([[5]], [5]), ([[5, 6]], [5, 6]), ([[10, 20, 30], [20, 30, 40]], [20, 30]),
+    ([[240, 480, 720, 724]], [240, 480, 724]),                  # evaluated twice at the end
+    ([[240, 480, 720, 840]], [240, 480, 720, 840])])            # half a distance is no repetition
+def test_the_steps_that_curves_show(curves, steps):
+    assert results.common_steps([dict.fromkeys(curve) for curve in curves]) == steps
