@@ -232,13 +232,13 @@ def mechanism_lines(runs, names):
 
 
 def compute_points(runs, names):
-    """plot_compute: [(PFLOP, errors)] per method that has several budgets."""
+    """plot_compute: [(PFLOP, {seed: error})] per method that has several budgets."""
     methods, order = [], list(names)
     others = sorted({r["method"] for r in runs} - set(names))
     for method in order + others:
         points = {}
         for r in runs_of(runs, method):
-            points.setdefault(float(r["changed"]["pflop"]), []).append(r["error"])
+            points.setdefault(float(r["changed"]["pflop"]), {})[r["seed"]] = r["error"]
         if len(points) > 1:
             methods.append(dict(name=names.get(method, method), points=sorted(points.items()),
                                 colour=order.index(method) if method in names else None))
@@ -249,7 +249,8 @@ def compute_table(methods):
     """The lines of a table: one row per method, one column per budget."""
     budgets = sorted({x for m in methods for x, _ in m["points"]})
     head = ["method", *(f"{x:g} PFLOP" for x in budgets)]
-    rows = [[m["name"], *(mean_std(dict(m["points"]).get(x, [])) for x in budgets)] for m in methods]
+    rows = [[m["name"], *(mean_std([*dict(m["points"]).get(x, {}).values()]) for x in budgets)]
+            for m in methods]
     return [table_line(head), "|---" * len(head) + "|", *map(table_line, rows)]
 
 

@@ -259,21 +259,34 @@ def plot_mechanism(methods, title, path):
     save_figure(figure, path, dpi=120)
 
 
-def plot_compute(methods, gpu_hour, title, path):
-    """Error against PFLOP. Where the error falls, the power law of the last two budgets goes on to gpu_hour.
+def power_law(points, gpu_hour):
+    """The power law through the last two budgets, continued to gpu_hour: budgets and errors.
 
-    methods: dicts with `name`, `colour` (a number), `points` [(PFLOP, errors)]; gpu_hour: in PFLOP
+    Both are empty unless the error falls. Only seeds that both budgets have count. Two budgets alone are no
+    evidence of a power law, so it takes three.
+    """
+    (x, first), (x2, last) = points[-2:]
+    seeds = first.keys() & last.keys()
+    y, y2 = (statistics.mean(errors[seed] for seed in seeds) if seeds else 0 for errors in (first, last))
+    if len(points) < 3 or not 0 < y2 < y or x2 >= gpu_hour:
+        return [], []
+    ahead = np.geomspace(x2, gpu_hour)
+    return ahead, y2 * (ahead / x2) ** (np.log(y2 / y) / np.log(x2 / x))
+
+
+def plot_compute(methods, gpu_hour, title, path):
+    """Error against PFLOP; dashed: a guess for gpu_hour, which is in PFLOP.
+
+    methods: dicts with `name`, `colour` (a number), `points` [(PFLOP, {seed: error})]
     """
     figure, axes = wide_figure(len(methods))
     for k, m in enumerate(methods):
         budgets, errors = zip(*m["points"])
-        means, deviations = zip(*map(mean_and_deviation, errors))
-        (x, x2), (y, y2), label = budgets[-2:], means[-2:], m["name"]
-        if 0 < y2 < y and x2 < gpu_hour:
-            ahead = np.geomspace(x2, gpu_hour)
-            predicted = y2 * (ahead / x2) ** (np.log(y2 / y) / np.log(x2 / x))
-            axes.plot(ahead, predicted, color=colour(m["colour"]), linestyle="--", alpha=0.6)
-            label += f" ({predicted[-1]:.1f} %)"
+        means, deviations = zip(*(mean_and_deviation([*by_seed.values()]) for by_seed in errors))
+        label, (ahead, guess) = m["name"], power_law(m["points"], gpu_hour)
+        if len(ahead):
+            axes.plot(ahead, guess, color=colour(m["colour"]), linestyle="--", alpha=0.6)
+            label += f" ({guess[-1]:.1f} %)"
         axes.errorbar(budgets, means, deviations, label=label, capsize=3, color=colour(m["colour"]),
                       marker=MARKERS[k % len(MARKERS)])
     axes.axvline(gpu_hour, color="grey", linestyle=":")

@@ -35,12 +35,12 @@ from overview import file_name, label_order, mean_std, table_line, unused_name
 # The paper's tables: title, and rows as method: name.
 TABLES = {
     "slfsl": ("Self-supervised methods", dict(
-        labeled_only="Labeled-only", fine_tune="Fine-tune", s4l="S4L",
+        labeled_only="Labelled-only", fine_tune="Fine-tune", s4l="S4L",
         s4l_upright="S4L, class loss on upright copies (not in the paper)",
         s4l_weight2="S4L, weight 2 (not in the paper)",
         s4l_weight1="S4L, weight 1 instead of the fast recipe's 2 (not in the paper)", crae="CRAE")),
     "sota": ("Semi-supervised methods", dict(
-        labeled_only="Labeled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
+        labeled_only="Labelled-only", pi_model="Π-Model", pseudo_label="Pseudo-Label", mixup="Mixup",
         vat="VAT", mean_teacher="Mean Teacher", mixmatch="MixMatch", ict="ICT", swa="SWA",
         fixmatch="FixMatch (not in the paper)", crae="CRAE", crae_plus="CRAE+",
         crae_mixmatch="CRAE with MixMatch (not in the paper)")),

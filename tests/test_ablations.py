@@ -117,7 +117,7 @@ def test_what_a_killed_run_leaves_does_not_stop_a_sweep_but_other_files_do(fake,
 
 def test_the_comparison_ends_with_an_honest_sentence(fake, monkeypatch, capsys):
     rows = ablations.ablate("compare", labels=[50], seeds=[0, 1])
-    assert {row["method"] for row in rows} == {"Labeled-only", "S4L, class loss on upright copies", "CRAE",
+    assert {row["method"] for row in rows} == {"Labelled-only", "S4L, class loss on upright copies", "CRAE",
                                                "CRAE+", "MixMatch", "CRAE with MixMatch"}
     assert all(row["error"] == "10.50 ± 0.71 (2)" and row["minutes"] == "1.0" and row["steps"] == "600"
                for row in rows)

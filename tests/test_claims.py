@@ -155,7 +155,8 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
         make("detach", 31.0 + seed, seed)
         make("s4l", 29.0 + 0.9 * seed, seed, diversity=False)
         make("crae", 40.0, seed, changed=FAST | dict(pflop=0.02))
-        make("crae", 20.0, seed, changed=FAST | dict(pflop=0.4))
+        if seed < 2:
+            make("crae", 20.0, seed, changed=FAST | dict(pflop=0.4))
         make("crae", 99.0, seed, rot_dim=8)                     # neither CRAE nor one of its budgets
     make("crae", 99.0, 7, finished=False)
     text = write_report(tmp_path)
@@ -165,7 +166,7 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
     interval = f"{1.1 - half:+.2f} to {1.1 + half:+.2f}"
     row = f"| does not hold | 250 | -15.59 | +1.10 | {interval} | 3 | does not hold |"
     assert f"| CRAE is better than S4L {row}" in text
-    assert "| CRAE | 40.00 ± 0.00 (3) | 31.00 ± 1.00 (3) | 20.00 ± 0.00 (3) |" in text
+    assert "| CRAE | 40.00 ± 0.00 (3) | 31.00 ± 1.00 (3) | 20.00 ± 0.00 (2) |" in text
     panels, = [figure.axes for name, figure in figures.items() if name.endswith("250_mechanism.png")]
     assert [line.get_label() for line in panels[0].lines] == ["CRAE (3)", "CRAE+ (3)", "detached p(y|x) (3)"]
     for axes, points in zip(panels, ([[0.5, 80], [1, 40]], [[0.5, 81], [1, 32]], [[0.5, 50], [1, 50]])):
@@ -173,7 +174,7 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
     lines = figures["cifar10_250-labels_recipe-fast_compute.png"].axes[0].lines
     dashed, = [line for line in lines if line.get_linestyle() == "--"]
     hour = 0.2 * 312e12 * 3600 / 1e15                           # an A100 at a fifth of its peak, in PFLOP
-    power = math.log(20 / 31) / math.log(0.4 / 0.1)
+    power = math.log(20 / 30.5) / math.log(0.4 / 0.1)           # the seeds that both have: 30 and 31
     assert dashed.get_xydata()[-1] == pytest.approx([hour, 20 * (hour / 0.4) ** power])
 
 
@@ -210,18 +211,21 @@ def test_a_second_column_shows_equal_steps(tmp_path):
     assert text.count("cifar10_250_crae_plus_0_fast_0.1_None") == 1
 
 
-@pytest.mark.parametrize("errors, budgets", [
-    ((0.0, 0.0), (0.1, 0.4)), ((5.0, 0.0), (0.1, 0.4)), ((5.0, 10.0), (0.1, 0.4)),
-    ((20.0, 10.0), (100, 1000))])
-def test_no_prediction_without_a_power_law(tmp_path, figures, errors, budgets):
-    for error, budget in zip(errors, budgets):
+@pytest.mark.parametrize("errors, budgets, seeds", [
+    ((9.0, 0.0, 0.0), (0.02, 0.1, 0.4), (0, 0, 0)), ((9.0, 5.0, 0.0), (0.02, 0.1, 0.4), (0, 0, 0)),
+    ((9.0, 5.0, 10.0), (0.02, 0.1, 0.4), (0, 0, 0)), ((30.0, 20.0, 10.0), (10, 100, 1000), (0, 0, 0)),
+    ((20.0, 10.0), (0.1, 0.4), (0, 0)),                         # two budgets only
+    ((30.0, 20.0, 10.0), (0.02, 0.1, 0.4), (0, 0, 1))])         # no seed in common
+def test_no_prediction_without_a_power_law(tmp_path, figures, errors, budgets, seeds):
+    for error, budget, seed in zip(errors, budgets, seeds):
         for method in "crae", "a method of my own":
-            helpers.make_run(tmp_path / "runs", method, errors=[error], changed=dict(pflop=budget))
+            helpers.make_run(tmp_path / "runs", method, seed=seed, errors=[error], changed=dict(pflop=budget))
     text = write_report(tmp_path)
     figure = figures["digits_50-labels_compute.png"]
     assert [t.get_text() for t in figure.axes[0].get_legend().get_texts()] == ["CRAE", "a method of my own"]
     assert not [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
-    assert f"| a method of my own | {errors[0]:.2f} (1) | {errors[1]:.2f} (1) |" in text
+    cells = " | ".join(f"{error:.2f} (1)" for error in errors)
+    assert f"| a method of my own | {cells} |" in text
 
 
 def test_other_settings_have_figures_of_their_own(tmp_path, figures):

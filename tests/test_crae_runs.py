@@ -56,7 +56,7 @@ def test_the_script_from_start_to_end(tmp_path):
     folder = tmp_path / "runs" / f"digits_100_crae_plus_0_{CHANGED}_lr0.001"
     result = r"test error \d+\.\d\d % \(95 % interval \d+\.\d\d to \d+\.\d\d %\)$"
     assert re.search(result, done.stdout.strip())
-    assert "100 labeled, 1,067 unlabeled, 130 validation, 500 test" in done.stdout
+    assert "100 labelled, 1,067 unlabelled, 130 validation, 500 test" in done.stdout
     config = json.loads((folder / "config.json").read_text())
     assert config["lr"] == 0.001 and config["weight_decay"] == 0.02
     assert config["versions"]["torch"] == torch.__version__

@@ -221,7 +221,7 @@ def test_imagenet_has_top1_and_top5_accuracies(tmp_path):
     assert cells(path, "imagenet, accuracies", "S4L")[1:5] == ["", "46.90", "", "74.16"]
     assert cells(path, "imagenet, accuracies", "S4L, as S4L reports it")[4] == "53.37 [s4l]"
     missing = path.read_text().split("## Not run, or not finished")[1]
-    assert "- imagenet, 1% labels: Labeled-only, S4L\n" in missing + "\n"
+    assert "- imagenet, 1% labels: Labelled-only, S4L\n" in missing + "\n"
 
 
 def test_rotation_dimension(tmp_path, figures):
@@ -348,7 +348,7 @@ def test_no_table_of_other_methods_on_svhn_extra_unless_there_are_runs(tmp_path)
     make_run(runs, "vat", "svhn_extra", 500, errors=[7.0], diversity=False)
     report.write_report(str(runs), out=str(path.parent))
     table = path.read_text().split("| Semi-supervised methods, svhn_extra ")[1].split("\n\n")[0].splitlines()
-    assert table == ["| 250 labels | 500 labels |", "|---|---|---|", "| Labeled-only | 8.00 (1) |  |",
+    assert table == ["| 250 labels | 500 labels |", "|---|---|---|", "| Labelled-only | 8.00 (1) |  |",
                      "| VAT |  | 7.00 (1) |", "| CRAE | 8.00 (1) |  |"]
     missing = path.read_text().split("## Not run, or not finished")[1]
     assert not any("VAT" in line for line in missing.splitlines() if line.startswith("- svhn_extra"))
