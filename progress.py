@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 import devices
 import distributed
-import inventory
 
 # In seconds; we chose all of them.
 READ_EVERY = 10         # the losses are read from the device; a GPU waits for the CPU at each read
@@ -32,8 +31,8 @@ STAGES = "stage 1 of 2", "stage 2 of 2"
 def print_config(config, resolved):
     for name, value in config.items():
         print(f"{name:>14}  {value}")
-    sizes = [f"{n:,} {inventory.PARTS[part]}" for part, n in resolved["images"].items()]
-    print(f"{'images':>14}  {', '.join(sizes)}")
+    sizes = ", ".join(f"{n:,} {part}" for part, n in resolved["images"].items())
+    print(f"{'images':>14}  {sizes.replace('labeled', 'labelled')}")
     world = distributed.world()
     if world > 1:
         print(f"{'processes':>14}  {world}, each with {config['batch'] // world} labelled images of a batch")
