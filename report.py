@@ -163,8 +163,9 @@ def error_table(table, title, rows, dataset, runs, with_paper):
     A table has the rows of the paper and those with finished runs.
     """
     paper = paper_cells(table, dataset) if with_paper else {}
-    # A run that the first table shows is no reason for another table.
-    own = [method for method in rows if table in ("slfsl", "own") or method not in TABLES["slfsl"][1]]
+    # A run that one of the first two tables shows is no reason for another table.
+    before = dict(slfsl=[], own=[], sota=["slfsl"]).get(table, ["slfsl", "sota"])
+    own = [method for method in rows if not any(method in TABLES[other][1] for other in before)]
     has_runs = any(belongs_to(r, method) for r in runs for method in own)
     ours = {str(r["labels"]) for r in runs if has_runs and any(belongs_to(r, method) for method in rows)}
     columns = sorted({k for k, _ in paper} | ours, key=label_order)
@@ -259,8 +260,8 @@ def curves_figure(runs):
     for method, name, colour in in_table_order({r["method"] for r in runs}):
         of_method = [r for r in runs if r["method"] == method]
         curves = [dict(r["errors"]) for r in [r for r in of_method if r["finished"]] or of_method]
-        points = [(step, statistics.mean(curve[step] for curve in curves))
-                  for step in results.common_steps(curves)]
+        steps = results.common_steps(curves)
+        points = [(step, statistics.mean(curve[step] for curve in curves)) for step in steps]
         methods.append(dict(name=f"{name} ({len(curves)})", colour=colour, points=points))
     return methods
 
@@ -383,9 +384,8 @@ def write_sections(found, out):
 
 def what_counts(runs):
     """Which evaluations are reported."""
-    counted = sorted({r["counted"] for r in runs})
     texts = ["a run's last evaluation" if n == 1 else f"the median of a run's last {n} evaluations"
-             for n in counted]
+             for n in sorted({r["counted"] for r in runs})]
     return " or ".join(texts)
 
 

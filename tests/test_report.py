@@ -42,6 +42,7 @@ def test_cells_are_mean_std_and_number_of_seeds_of_the_medians(tmp_path, figures
     make_run(runs, errors=[99.0] * 5 + [10.0] * 10 + [12.0] * 10, seed=0)       # median of the last 20: 11
     make_run(runs, errors=[13.0] * 25, seed=1)
     make_run(runs, "crae_plus", errors=[7.125], seed=0)
+    make_run(runs, "crae_ext1", errors=[8.5])                   # only the table of components shows it
     make_run(runs, "crae", labels=100, errors=[5.0, 6.0], seed=0)
     make_run(runs, "independent", errors=[9.0], heads=10)
     make_run(runs, "independent_2", errors=[8.0], heads=2)
@@ -391,3 +392,14 @@ def test_runs_of_another_definition_of_crae_are_not_counted(tmp_path, capsys):
     ([[240, 480, 720, 840]], [240, 480, 720, 840])])            # half a distance is no repetition
 def test_the_steps_that_curves_show(curves, steps):
     assert results.common_steps([dict.fromkeys(curve) for curve in curves]) == steps
+
+
+def test_a_method_that_an_earlier_table_shows_is_no_reason_for_another_table(tmp_path):
+    for method in "crae", "crae_plus", "crae_ext1":
+        make_run(tmp_path / "runs", method)
+        report.write_report(str(tmp_path / "runs"), out=str(tmp_path / "out"))
+        text = (tmp_path / "out" / "report.md").read_text()
+        assert "| Self-supervised methods, digits |" in text
+        assert ("| Semi-supervised methods, digits |" in text) == (method != "crae")
+        assert ("| Components, digits |" in text) == (method == "crae_ext1")
+        assert "| Ensembles, digits |" not in text
