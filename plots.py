@@ -287,10 +287,14 @@ def plot_compute(methods, gpu_hour, title, path):
         if len(ahead):
             axes.plot(ahead, guess, color=colour(m["colour"]), linestyle="--", alpha=0.6)
             label += f" ({guess[-1]:.1f} %)"
-        axes.errorbar(budgets, means, deviations, label=label, capsize=3, color=colour(m["colour"]),
-                      marker=MARKERS[k % len(MARKERS)])
+        style = dict(color=colour(m["colour"]), marker=MARKERS[k % len(MARKERS)])
+        axes.errorbar(budgets, means, deviations, label=label, capsize=3, **style)
+        single = [(x, mean) for x, mean, by_seed in zip(budgets, means, errors) if len(by_seed) == 1]
+        if single:                              # one seed has no error bar, which could look like a small one
+            axes.plot(*zip(*single), linestyle="", markerfacecolor="white", zorder=3, **style)
     axes.axvline(gpu_hour, color="grey", linestyle=":")
-    axes.set(xscale="log", xlabel="training PFLOP; dashed: guess for one hour of an A100 (in brackets)")
+    axes.set(xscale="log", xlabel="training PFLOP; open marker: one seed; "
+                                  "dashed: guess for one hour of an A100 (in brackets)")
     axes.legend(fontsize=8)                     # inside: the errors at the smallest budgets leave room
     finish_errors(figure, axes, title, path)
 

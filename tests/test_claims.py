@@ -157,6 +157,8 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
         make("crae", 40.0, seed, changed=FAST | dict(pflop=0.02))
         if seed < 2:
             make("crae", 20.0, seed, changed=FAST | dict(pflop=0.4))
+        if seed < 1:
+            make("s4l", 41.0, seed, changed=FAST | dict(pflop=0.02), diversity=False)
         make("crae", 99.0, seed, rot_dim=8)                     # neither CRAE nor one of its budgets
     make("crae", 99.0, 7, finished=False)
     text = write_report(tmp_path)
@@ -176,6 +178,8 @@ def test_the_report_has_verdicts_mechanism_and_compute(tmp_path, figures):
     hour = 0.2 * 312e12 * 3600 / 1e15                           # an A100 at a fifth of its peak, in PFLOP
     power = math.log(20 / 30.5) / math.log(0.4 / 0.1)           # the seeds that both have: 30 and 31
     assert dashed.get_xydata()[-1] == pytest.approx([hour, 20 * (hour / 0.4) ** power])
+    single, = [line for line in lines if line.get_markerfacecolor() == "white"]
+    assert single.get_xydata().tolist() == [[0.02, 41]]         # the only budget with one seed
 
 
 def test_a_second_column_shows_equal_steps(tmp_path):
