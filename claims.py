@@ -28,9 +28,10 @@ CHANCE = "chance"                       # in place of a method: a matrix of head
 PAR = 1.0                               # our choice of what "costs nothing" and "on a par" allow, in points
 
 # The paper's claims: text, {method: its factor in the difference}, and options of the difference.
-# measure: error (the default), or off_diagonal, the share of images whose best rotation head is not that of
-# their class. crae/16 is CRAE with --rot_dim 16. The option `ours` marks a comparison that the paper does not
-# make. These and "Extension 1 helps" were added after the rule was fixed.
+# measure: error, the test error (the default); p_y, the error of p(y|x) on unlabelled images; or
+# off_diagonal, the share of images whose best rotation head is not that of their class.
+# crae/16 is CRAE with --rot_dim 16. `ours` marks a comparison that the paper does not make. These, "CRAE is
+# better than fine-tune" and "Extension 1 helps" were added after the rule was fixed.
 UPRIGHT = "S4L upright (not in the paper)"     # its class loss is on upright copies only
 WITH_MIXMATCH = "CRAE with MixMatch (our addition)"
 CLAIMS = [
@@ -38,6 +39,7 @@ CLAIMS = [
     (f"CRAE is better than {UPRIGHT}", dict(crae=1, s4l_upright=-1), {}),
     ("S4L is better than labelled-only", dict(s4l=1, labeled_only=-1), {}),
     (f"{UPRIGHT} is better than labelled-only", dict(s4l_upright=1, labeled_only=-1), {}),
+    ("CRAE is better than fine-tune", dict(crae=1, fine_tune=-1), {}),
     ("S4L is better than fine-tune", dict(s4l=1, fine_tune=-1), {}),
     (f"{UPRIGHT} is better than fine-tune", dict(s4l_upright=1, fine_tune=-1), {}),
     ("CRAE+ is better than CRAE", dict(crae_plus=1, crae=-1), {}),
@@ -55,6 +57,12 @@ CLAIMS = [
      {"crae": 1, CHANCE: -1}, dict(measure="off_diagonal")),
     ("The rotation heads of CRAE+ specialise more than those of CRAE", dict(crae_plus=1, crae=-1),
      dict(measure="off_diagonal")),
+    ("The heads of CRAE specialise more than with a detached p(y|x) (not in the paper)",
+     dict(crae=1, detach=-1), dict(measure="off_diagonal", ours=True)),
+    ("p(y|x) of CRAE is better than a detached p(y|x) (not in the paper)", dict(crae=1, detach=-1),
+     dict(measure="p_y", ours=True)),
+    ("Extension 1 makes p(y|x) better (not in the paper)", dict(crae_ext1=1, crae=-1),
+     dict(measure="p_y", ours=True)),
     ("CRAE+ is on a par with MixMatch", dict(crae_plus=1, mixmatch=-1), dict(margin=PAR)),
     ("CRAE is better than MixMatch (not claimed in the paper)", dict(crae=1, mixmatch=-1), dict(ours=True)),
     (f"{WITH_MIXMATCH} is better than CRAE", dict(crae_mixmatch=1, crae=-1), dict(ours=True)),
@@ -85,6 +93,8 @@ def values_of(runs, method, measure):
     found = runs_of(runs, method)
     if measure == "error":
         return {r["seed"]: r["error"] for r in found}
+    if measure == "p_y":
+        return {r["seed"]: r["unlabeled"][-1][1] for r in found if r["unlabeled"]}
     values = {r["seed"]: 100 * (1 - mean_diagonal(r["matrices"][max(r["matrices"])]))
               for r in found if r["matrices"]}
     return {seed: value for seed, value in values.items() if not math.isnan(value)}
@@ -202,9 +212,12 @@ def interval_text(low, high):
 
 
 def claim_lines(rows):
-    """plot_claims: the differences between errors that have enough seeds, with short names of the claims."""
-    notes = r" \([^)]* (paper|addition)\)"                      # (not in the paper), (our addition), ...
-    return [row | dict(name=re.sub(notes, "", row["claim"]), verdict=row["verdict_here"])
+    """plot_claims: the differences between test errors that have enough seeds.
+
+    A star in a short name of a claim stands for its note: (not in the paper), (our addition), ...
+    """
+    notes = r" \([^)]* (paper|addition)\)"
+    return [row | dict(name=re.sub(notes, "*", row["claim"]), verdict=row["verdict_here"])
             for row in rows if row["measure"] == "error" and row["seeds"] >= LEAST_SEEDS]
 
 
@@ -254,6 +267,25 @@ def compute_table(methods):
     return [table_line(head), "|---" * len(head) + "|", *map(table_line, rows)]
 
 
+def length_table(runs, names):
+    """The lines of a table: the steps of a run and its minutes of training, per method and budget.
+
+    Minutes are the median over the seeds, because other programs slow some runs down.
+    """
+    budgets, rows = sorted({float(r["changed"]["pflop"]) for r in runs}), []
+    for method in [m for m in names if runs_of(runs, m)]:
+        found, cells = runs_of(runs, method), []
+        for budget in budgets:
+            some = [r for r in found if float(r["changed"]["pflop"]) == budget]
+            minutes = statistics.median(r["seconds"] or math.nan for r in some) / 60 if some else 0
+            cells.append(f"{some[0]['steps']:,} steps, {minutes:.1f} min" if some else "")
+        # The first stage of fine_tune is a run of its own.
+        stage = " (second of two stages)" if method == "fine_tune" else ""
+        rows.append([names[method] + stage, *cells])
+    head = ["method", *(f"{x:g} PFLOP" for x in budgets)]
+    return [table_line(head), "|---" * len(head) + "|", *map(table_line, rows)]
+
+
 def write_claims(runs, same_steps, dataset, setting, stem, names, out):
     """The verdicts and the mechanism of one dataset and setting as lines of the report; writes the figure."""
     rows = claim_rows(runs, same_steps)
@@ -293,5 +325,8 @@ def write_compute(runs, dataset, stem, names, taken, out):
             name = f"{unused_name(start, taken)}_compute.png"
             plots.plot_compute(methods, estimates.GPU_HOUR / 1e15, title, out / name)
             lines += [f"## Error against compute, {title}", "", *compute_table(methods), "",
-                      f"![error against compute, {title}]({name})", ""]
+                      f"![error against compute, {title}]({name})", "",
+                      f"### Length of the runs, {title}", "",
+                      "Minutes of training: median over the seeds, without evaluations.", "",
+                      *length_table(groups[labels, others], names), ""]
     return lines

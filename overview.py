@@ -27,6 +27,8 @@ def write_overview(runs, folder, names, out):
         cells = [run_name(r, folder), r["dataset"], labels_text(r), names.get(r["method"], r["method"]),
                  f"{r['saved_error']:.2f}", low_high, duration(r["seconds"])]
         lines.append(table_line([cell.replace("|", "\\|") for cell in cells]))
+    total = duration(sum(r["seconds"] or 0 for r in runs))
+    lines += ["", f"Training time of all {len(runs)} runs: {total}, without evaluations."]
     datasets = dict.fromkeys(r["dataset"] for r in runs)
     plots.plot_runs([panel(runs, dataset, folder, names) for dataset in datasets], out / "runs.png")
     return [*lines, "", "![errors of the runs with their 95 % intervals](runs.png)", "",

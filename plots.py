@@ -184,7 +184,8 @@ def plot_curves(methods, title, path):
                   marker=MARKERS[k % len(MARKERS)], markersize=5, markevery=max(1, len(steps) // 8))
     ends = [m["points"][-1][0] for m in methods if m["points"]] or [1]
     axes.set(xlabel="step", xscale="log" if max(ends) > 4 * min(ends) else "linear")    # 4: our choice
-    finish_errors(figure, axes, title, path)
+    low, high = axes.get_ylim()
+    finish_errors(figure, axes, title, path, bottom=low if low > 0.4 * high else 0)     # 0.4: our choice
 
 
 def wide_figure(names):
@@ -193,8 +194,8 @@ def wide_figure(names):
     return figure, figure.subplots()
 
 
-def finish_errors(figure, axes, title, path):
-    axes.set(ylabel="test error (%)", ylim=(0, 1.05 * axes.get_ylim()[1]))      # room for the highest marker
+def finish_errors(figure, axes, title, path, bottom=0):
+    axes.set(ylabel="test error (%)", ylim=(bottom, 1.05 * axes.get_ylim()[1]))     # room for the markers
     axes.set_title(printable(title), parse_math=False)
     axes.grid(alpha=0.3)
     if not axes.get_legend():
@@ -322,7 +323,8 @@ def plot_claims(rows, title, path):
         ticks.append(f"{printable(row['name']) if first else ''}   {row['labels']} labels")
     axes.set_yticks(range(len(rows)), ticks, fontsize=8, parse_math=False)
     axes.set(ylim=(len(rows) - 0.5, -0.5))
-    axes.set_xlabel("difference between test errors in points; left of the line: as claimed", fontsize=9)
+    axes.set_xlabel("difference between test errors in points; left of the line: as claimed; "
+                    "*: not in the paper", fontsize=9)
     axes.grid(alpha=0.3, axis="x")
     for verdict, shade in shades.items():
         axes.plot([], [], color=shade, marker="o", linewidth=2, markersize=5, label=verdict)

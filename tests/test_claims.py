@@ -83,7 +83,7 @@ def test_the_papers_numbers_support_the_papers_claims():
              if not {"measure", "ours"} & options.keys()]
     assert all(difference is None or difference < 0 for difference in known)
     # All but entropy minimisation, --rot_dim 16 and three comparisons with S4L upright.
-    assert sum(difference is not None for difference in known) == 12
+    assert sum(difference is not None for difference in known) == 13
 
 
 def test_the_papers_differences():
@@ -118,6 +118,15 @@ def test_rows_of_claims_with_two_numbers_of_labels(tmp_path):
     diagonal, = [row for (claim, labels), row in rows.items() if "above chance" in claim and labels == 250]
     # make_run halves the diagonal at its second evaluation, from 0.8 to 0.4: the last matrix counts.
     assert diagonal["mean"] == pytest.approx(60 - 100 * 2 / 3) and diagonal["paper"] is None
+
+
+def test_the_error_of_p_y_on_unlabelled_images(tmp_path):
+    runs = runs_of(tmp_path, dict(crae=[30.0, 32.0], detach=[35.0, 35.5]))     # make_run adds 1 to each
+    assert claims.values_of(runs, "crae", "p_y") == {0: 31.0, 1: 33.0}
+    assert claims.paired_differences(runs, dict(crae=1, detach=-1), "p_y") == {0: -5.0, 1: -3.5}
+    for run in runs:
+        run["unlabeled"] = []                                   # a run without unlabelled images
+    assert claims.paired_differences(runs, dict(crae=1, detach=-1), "p_y") == {}
 
 
 def test_nothing_is_compared_with_itself_on_imagenet(tmp_path):
@@ -241,6 +250,17 @@ def test_other_settings_have_figures_of_their_own(tmp_path, figures):
     assert "## Error against compute, digits, 50 labels, arch a" in text
 
 
+def test_the_length_of_the_runs_is_a_median_over_the_seeds(tmp_path, figures):
+    for seed, evaluations in enumerate((2, 4, 20)):             # 30 seconds and 20 steps each
+        helpers.make_run(tmp_path / "runs", "fine_tune", seed=seed, errors=[20.0] * evaluations,
+                         changed=dict(pflop=0.1), diversity=False)
+    for budget, errors in (0.1, [20.0] * 2), (0.4, [10.0] * 100):
+        helpers.make_run(tmp_path / "runs", errors=errors, changed=dict(pflop=budget))
+    section = write_report(tmp_path).partition("### Length of the runs, digits, 50 labels\n")[2]
+    assert "| CRAE | 40 steps, 1.0 min | 2,000 steps, 50.0 min |" in section
+    assert "| Fine-tune (second of two stages) | 40 steps, 2.0 min |  |" in section
+
+
 def test_the_figure_of_the_claims_has_the_differences_between_errors_with_enough_seeds(tmp_path, figures):
     def make(method, labels, seed, error):
         helpers.make_run(tmp_path / "runs", method, "cifar10", labels, seed, errors=[error], heads=3)
@@ -255,7 +275,7 @@ def test_the_figure_of_the_claims_has_the_differences_between_errors_with_enough
     axes, = figures["cifar10_claims.png"].axes
     assert "](cifar10_claims.png)" in text and "| The rotation heads of CRAE specialise" in text
     ticks = [" ".join(tick.get_text().split()) for tick in axes.get_yticklabels()]
-    assert ticks == ["CRAE is better than S4L 250 labels", "CRAE is better than S4L upright 250 labels"]
+    assert ticks == ["CRAE is better than S4L 250 labels", "CRAE is better than S4L upright* 250 labels"]
     means = [line.get_xydata().tolist() for line in axes.lines if line.get_marker() == "o"]
     assert [mean for mean in means if mean] == [[[-1.0, 0.0]], [[-8.0, 1.0]]]   # the legend's are empty
 

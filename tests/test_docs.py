@@ -79,3 +79,9 @@ def test_every_list_of_errors_is_that_of_the_seeds_in_the_logs():
     found = re.findall(r"\d+\.\d\d(?:, \d+\.\d\d){2,}", text)
     assert len(found) > 10
     assert [errors for errors in found if errors not in lists] == []
+
+
+def test_the_training_time_of_all_runs(printed):
+    text = " ".join((HERE / "docs" / "reproduction.md").read_text().split())
+    runs, time = re.search(r"the (\d+) runs in `results/` took (\d+ h \d\d min)", text).groups()
+    assert f"Training time of all {runs} runs: {time}, without evaluations." in printed

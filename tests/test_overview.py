@@ -47,6 +47,7 @@ def test_the_report_starts_with_every_finished_run(tmp_path, figures):
                     ["digits_a", "digits", "50", "CRAE", "10.00", ten, "16 min"],       # 930 seconds
                     ["c", "my.npz", "10% (50)", "new_method", "20.00", twenty, "30 s"],
                     ["e", "x\\|y", "40", "CRAE", "0.00", "", "30 s"]]
+    assert "Training time of all 4 runs: 17 min, without evaluations." in text          # 1,020 seconds
     panels = figures["runs.png"].axes
     assert [axes.get_title() for axes in panels] == ["digits", "my.npz", "x|y"]
     # The figure leaves out the dataset, which is in the title.

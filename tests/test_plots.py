@@ -116,6 +116,15 @@ def test_curves_have_a_logarithmic_axis_if_their_lengths_differ_a_lot(tmp_path, 
     assert [scale(100, 400), scale(100, 401), scale()] == ["linear", "log", "linear"]
 
 
+def test_curves_start_at_zero_unless_that_would_leave_the_figure_half_empty(tmp_path, figures):
+    def bottom(last):
+        methods = [dict(name="a", colour=0, points=[(1, 50.0), (2, last)])]
+        plots.plot_curves(methods, "t", tmp_path / "curves.png")
+        return figures[-1].axes[0].get_ylim()[0]
+
+    assert bottom(10.0) == 0 and 25 < bottom(30.0) < 30
+
+
 def test_the_claims_show_each_interval_with_the_colour_of_its_verdict(tmp_path, figures):
     def row(name, labels, mean, verdict, paper=None, margin=0.0):
         return dict(name=name, labels=labels, mean=mean, low=mean - 1, high=mean + 2, verdict=verdict,
