@@ -186,7 +186,7 @@ def claim_table(rows, steps=None):
     """The lines of a table: one per claim and number of labels. steps: of the runs of `same_steps`."""
     second = any(row["same_steps"] for row in rows)
     head = ["claim", "verdict", "labels", "difference in the paper", "here", "95 % interval", "seeds",
-            "this row", *([f"all with {steps:,} steps (seeds)"] if second else [])]
+            "verdict of this row", *([f"all with {steps:,} steps (seeds)"] if second else [])]
     lines, before = [table_line(head), "|---" * len(head) + "|"], None
     for row in rows:
         paper = "–" if row["paper"] is None else f"{row['paper']:+.2f}"

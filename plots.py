@@ -323,7 +323,7 @@ def plot_claims(rows, title, path):
         ticks.append(f"{printable(row['name']) if first else ''}   {row['labels']} labels")
     axes.set_yticks(range(len(rows)), ticks, fontsize=8, parse_math=False)
     axes.set(ylim=(len(rows) - 0.5, -0.5))
-    axes.set_xlabel("difference between test errors in points; left of the line: as claimed; "
+    axes.set_xlabel("difference between test errors in points; left of the line: as claimed\n"
                     "*: not in the paper", fontsize=9)
     axes.grid(alpha=0.3, axis="x")
     for verdict, shade in shades.items():

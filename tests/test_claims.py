@@ -214,7 +214,7 @@ def test_a_second_column_shows_equal_steps(tmp_path):
     row = ("| CRAE+ is better than CRAE | does not hold | 250 | -6.31 | +1.10 "
            f"| {1.1 - half:+.2f} to {1.1 + half:+.2f} | 3 | does not hold "
            f"| -3.90, {-3.9 - half:+.2f} to {-3.9 + half:+.2f} (3) |")
-    assert row in text and "| this row | all with 20 steps (seeds) |" in text
+    assert row in text and "| verdict of this row | all with 20 steps (seeds) |" in text
     assert "MixMatch (not claimed in the paper) | cannot be told | 250 | – | -58.00 |" in text
     rows = [line for line in text.splitlines() if line.startswith("| CRAE is better than S4L |")]
     assert rows[0].endswith("| holds |  |")                     # no S4L with 20 steps
