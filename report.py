@@ -171,7 +171,7 @@ def error_table(table, title, rows, dataset, runs, with_paper):
     columns = sorted({k for k, _ in paper} | ours, key=label_order)
     cells = {(method, k): mean_std(errors_of(runs, method, k)) for method in rows for k in columns}
     rows = {m: n for m, n in rows.items() if any(cells[m, k] or (k, m) in paper for k in columns)}
-    if not columns or len(rows) < (2 if table == "heads" and not paper else 1):     # one row is no comparison
+    if not columns or not rows:
         return [], []
     head = [f"{title}, {dataset}".replace("|", "/")]
     for k in columns:
